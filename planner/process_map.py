@@ -73,8 +73,8 @@ def map_in_processes(
     processes    maximum number of computations at a time; 1: one after another in this process
     on_progress  called in this process, at most a hundred times per item
 
-    Raises WorkerError if a process ends without a result, and any exception of on_progress. All
-    processes have ended then, as after Ctrl-C.
+    Raises WorkerError if a process ends without a result, and passes on exceptions of on_progress.
+    In any case, also after Ctrl-C, all processes have ended when the function returns.
     """
     if min(processes, len(items)) <= 1:
         return [

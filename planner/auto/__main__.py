@@ -1,5 +1,4 @@
-"""The replay process beside a gateway: reads one job from stdin, writes one result to stdout, and
-ends.
+"""The process that replays a log beside a gateway: one job from stdin, one result to stdout.
 
 If its stdin closes, the process ends at once, because the gateway has ended or no longer needs the
 result.

@@ -51,7 +51,7 @@ def calibrate(
     lately: RecentTraffic,
     on_progress: OnProgress | None = None,
 ) -> PoolCase:
-    """Correct the speed of simulated engines by what an access log shows; return the changed case.
+    """Return the case with the speed of its simulated engines corrected by an access log.
 
     case         the pool's configuration for a replay
     endpoints    names of its endpoints in the log, in order

@@ -1,6 +1,6 @@
-"""Finds the part of an access log that contains all requests which arrived in it.
+"""Chooses the part of an access log to replay: the part in which no request is missing yet.
 
-A request is logged when it ends. So the newest part of a log has only short answers. A replay of
+A request is logged when it ends. So the newest part of a log lacks the long answers. A replay of
 that part would have emptier engines than in reality, so its requests must not count.
 """
 
@@ -28,7 +28,7 @@ MOST_WITH_LONG = 16_000
 
 
 def complete_until(lines: Sequence[LoggedRequest], now_s: float) -> float:
-    """Return the Unix time in seconds before which nearly all arrived requests are in the log.
+    """Return the Unix time up to which the log has nearly all requests that have arrived.
 
     lines  the log lines in order of arrival
     now_s  Unix time in seconds at which the log was read, or the end of the last logged request if
@@ -49,11 +49,11 @@ def complete_until(lines: Sequence[LoggedRequest], now_s: float) -> float:
 
 
 def carry_over(lines: Sequence[LoggedRequest], begins_s: float) -> list[LoggedRequest]:
-    """Return the requests in progress at the Unix time `begins_s`, as if they arrived then.
+    """Return the requests in progress at the Unix time `begins_s`, changed to arrive at that time.
 
-    Without them, the replay of an overloaded fleet would begin with empty queues. An answer that
-    had begun is reduced to its rest, with a prompt of BEGUN_TOKENS tokens, because its prompt was
-    computed already.
+    Without them, the replay of an overloaded fleet would begin with empty queues. Of an answer that
+    had begun, only the remaining tokens count. Its prompt was already computed, so it is replaced
+    by one of BEGUN_TOKENS tokens.
 
     lines     the log lines
     begins_s  when the replay begins
@@ -81,15 +81,15 @@ def _duration_s(line: LoggedRequest) -> float:
 def choose_window(
     lately: RecentTraffic, counts_from_s: float, now_s: float, most: int = MOST_REQUESTS
 ) -> RecentTraffic:
-    """Choose which recent requests a comparison of policies counts, and which only prepare it.
+    """Choose which recent requests a comparison of policies counts, and which only fill caches.
 
     lately         the recent requests of the log
     counts_from_s  Unix time before which requests only fill caches
     now_s          Unix time at which the log was read
     most           maximum number of requests before the end of the counted part
 
-    At most the newest third of the requests comes after the counted part. If older requests are
-    left out, the oldest third of the others fills caches.
+    The counted part ends before the newest requests, at most a third of all. If there are too many
+    requests, the oldest are left out, and the oldest third of the rest only fills caches.
     """
     until_s = complete_until(lately.lines, now_s)
     lines = list(lately.lines)

@@ -28,7 +28,7 @@ def in_blocks(items: Sequence[Item]) -> list[Sequence[Item]]:
 
 
 def error_of_mean(of_blocks: Sequence[float]) -> float:
-    """Return how uncertain the mean of these values is: half the width of its 95 % interval.
+    """Return the uncertainty of the mean of these values: half the width of its 95 % interval.
 
     of_blocks  one value for each of BLOCKS blocks of consecutive requests
     """

@@ -108,7 +108,7 @@ def _estimate(
 
 
 class _Runs:
-    """Replays the requests of one pool with different routing policies, and stores the results.
+    """Replays one pool's requests with different routing policies, and caches the results.
 
     A policy is replayed when its result is first needed.
     """
@@ -125,9 +125,9 @@ class _Runs:
         self._known: dict[tuple[str, int], list[ReplayRecord]] = {}
 
     def records(self, member: PolicyMember, seed: int) -> list[ReplayRecord]:
-        """Replay the requests with one policy; return the records of those that count, by arrival.
+        """Return the counted requests, by arrival, as a replay with one policy served them.
 
-        The same requests count for all policies. A stored result is returned again.
+        The same requests count for all policies. The replay runs only at the first call.
 
         member  the policy and its parameters
         seed    random seed of the replay

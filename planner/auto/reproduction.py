@@ -78,8 +78,8 @@ def from_record(record: ReplayRecord) -> ServedRequest:
 def find_doubt(logged: Sequence[ServedRequest], replayed: Sequence[ServedRequest]) -> str:
     """Check that a replay of the current policy has about the same results as the access log.
 
-    Returns "" if it has. Otherwise the result is a text that states by how much the replay is
-    better, or that there are fewer than LEAST_LINES requests.
+    Returns "" if it has. Otherwise returns a text that says how much better the replay is, or that
+    the log has too few requests of the policy.
 
     logged    the requests as the access log has them
     replayed  the same requests as the replay served them
@@ -110,9 +110,7 @@ def find_doubt(logged: Sequence[ServedRequest], replayed: Sequence[ServedRequest
 
 
 def goodput(requests: Sequence[ServedRequest | ReplayRecord]) -> float:
-    """Return the share of requests within their latency budgets, weighted by class; 0.0: no
-    requests.
-    """
+    """Return the share of requests within their latency budgets, weighted by class, or 0.0."""
     total = sum(request.slo.weight for request in requests)
     good = sum(request.slo.weight for request in requests if request.is_good)
     return good / total if total else 0.0

@@ -1,6 +1,4 @@
-"""Runs a gateway's job: compares routing policies for each pool on the requests of the access
-log.
-"""
+"""Runs a gateway's job: for each pool, compare routing policies on the access log's requests."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ TAIL_BYTES = 32 << 20
 
 
 def read_job(pipe: BinaryIO) -> ReplayJob | None:
-    """Return the gateway's job in one line of JSON; None: the pipe has ended."""
+    """Read one line of JSON from a pipe, and return the gateway's job; None: the pipe has ended."""
     line = pipe.readline()
     return msgspec.json.decode(line, type=ReplayJob) if line.endswith(b"\n") else None
 

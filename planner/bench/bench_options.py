@@ -65,7 +65,7 @@ class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_open(self) -> bool:
-        """Return whether requests are sent at given times, whatever the answers (open loop)."""
+        """Return whether requests are sent at given times, not after answers (open loop)."""
         return self.rate is not None or self.trace is not None
 
 

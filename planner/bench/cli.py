@@ -105,7 +105,7 @@ IgnoreEos = Annotated[
     bool,
     Option(
         "--ignore-eos",
-        help="Ask engines to generate the full requested length, without an earlier end (vLLM, "
+        help="Ask engines to generate the full requested length and not to stop earlier (vLLM, "
         "SGLang).",
     ),
 ]

@@ -1,4 +1,4 @@
-"""The report of a benchmark run as JSON, also with the names that guidellm and aiperf use.
+"""The report of a benchmark run as JSON, with additional names for other tools.
 
 Names at the top level are those of vLLM's and SGLang's benchmarks. The members `guidellm` and
 `aiperf` have the same numbers with the names and definitions of those tools, for comparison.

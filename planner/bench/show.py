@@ -54,7 +54,8 @@ class LiveProgress:
 def describe(progress: RunProgress) -> str:
     """Return the progress of a benchmark run as one line of text.
 
-    It has the numbers of finished and running requests and of errors, and the recent median TTFT.
+    The line has the numbers of finished requests, running requests and errors, and the recent
+    median TTFT.
     """
     recent = progress.records[-_RECENT:]
     errors = sum(record.error is not None for record in progress.records)

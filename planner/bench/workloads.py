@@ -102,9 +102,9 @@ def open_loop(shape: WorkloadShape, rate: float, seed: int) -> Iterator[Arrival]
 
 
 def replay(path: Path, limit: int | None, speed: float) -> Iterator[Arrival]:
-    """Yield the requests of a recorded Mooncake trace at their recorded times.
+    """Yield each request of a recorded Mooncake trace, at its recorded time, as a session.
 
-    Each becomes a session of one message.
+    The session has a single message.
 
     path   the trace file
     limit  maximum number of requests; None: all

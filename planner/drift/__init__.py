@@ -1,1 +1,1 @@
-"""The command `penstock drift`: do recorded requests have the shapes that a fleet was sized for?"""
+"""The command `penstock drift`: does recorded traffic still match a section `sized_for`?"""

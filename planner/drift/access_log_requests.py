@@ -1,4 +1,4 @@
-"""Reads the requests of some models from an access log, to detect workload drift in them."""
+"""Reads the requests of some models from an access log, so that drift can be detected in them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from planner.traces import (
 def read_log(path: Path, models: Collection[str] | None) -> tuple[float, list[TraceRequest]]:
     """Return the requests of an access log or trace by arrival, and the time of the first one.
 
-    The time is Unix time for an access log. For a trace, whose times are relative, it is 0. A trace
-    has requests for one model. Raises TraceError if the file cannot be read.
+    For an access log, the time is Unix time. For a trace, it is 0, because its times are relative.
+    A trace has requests for one model. Raises TraceError if the file cannot be read.
     """
     is_log = path.suffix not in (".yaml", ".yml") and looks_like(path) == "access"
     if not is_log:

@@ -235,8 +235,8 @@ def _block(requests: Sequence[TraceRequest], begin_s: float, pool: str) -> str:
 def hourly_rates(times_s: Sequence[float]) -> list[float]:
     """Return the requests per second in each hour of the day (UTC), 24 numbers.
 
-    `times_s` are the arrival times in Unix seconds, ascending. If the log covers only a part of an
-    hour, the rate is that of this part. The rate of an hour that is not covered is 0.
+    `times_s` are the arrival times in Unix seconds, ascending. For an hour that the log covers in
+    part, only that part counts. An hour that it does not cover has the rate 0.
     """
     counts, seconds = [0] * 24, [0.0] * 24
     for at_s in times_s:

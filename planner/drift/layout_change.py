@@ -122,10 +122,10 @@ def suggest(given: SuggestionInput, on_progress: Progress | None = None) -> Sugg
 def choose(
     running: Finalist, finalists: Sequence[Finalist], switch_s: float, span_s: float
 ) -> Suggestion:
-    """Decide whether another fleet should replace the running one; both served the same requests.
+    """Decide whether one of the replayed fleets should replace the running one.
 
     running    the result of the running fleet
-    finalists  the results of other fleets
+    finalists  the results of other fleets, for the same requests
     switch_s   what reloading the engines costs, in seconds of the whole fleet's work
     span_s     seconds of traffic that were replayed
 

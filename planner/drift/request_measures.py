@@ -19,9 +19,9 @@ from policies.sizing.workload_drift import (
 
 
 def shape_of(memory: ShapeMemory, request: TraceRequest) -> RequestShape:
-    """Return the measures of the next recorded request by which drift is detected.
+    """Return a request's lengths, the new share of its prompt, and its turn in its session.
 
-    They are its lengths, the new share of its prompt, and its turn in the session.
+    Drift is detected by these measures.
 
     memory   what is remembered of earlier requests, to recognise known prompts and sessions
     request  the request. Call this in order of arrival
@@ -41,8 +41,7 @@ def count_shapes(requests: Iterable[TraceRequest]) -> ShapeCounts:
 def windows_of(
     requests: Iterable[TraceRequest], watch: DriftWatch, begin_s: float = 0.0
 ) -> Iterator[DriftWindow]:
-    """Group requests into consecutive windows (usually ten minutes), and yield the windows in
-    order.
+    """Yield consecutive windows (usually ten minutes) of requests, in order.
 
     requests  the recorded requests in order of arrival
     watch     compares each window with what the fleet was sized for

@@ -19,8 +19,8 @@ class PoolComparison(msgspec.Struct, frozen=True):
     """The results of one pool before and after a change of the configuration.
 
     pool    the pool's name
-    before  results with the old configuration; None: it does not have the pool
-    after   results with the new configuration; None: it does not have the pool
+    before  results with the old configuration; None: the pool is new
+    after   results with the new configuration; None: the pool was removed
     notes   what the comparison leaves out
     """
 
@@ -31,10 +31,10 @@ class PoolComparison(msgspec.Struct, frozen=True):
 
     @property
     def gain(self) -> float:
-        """Return by how much the new configuration raises the SLO attainment, -1 to 1.
+        """Return the smallest increase of SLO attainment of a service class, -1 to 1.
 
-        Attainment is the share of requests served within their latency budgets. The change is
-        computed for each service class, and the smallest one is returned.
+        Attainment is the share of a class's requests served within their latency budgets. The
+        increase is that from the old to the new configuration.
         """
         before, after = self.before, self.after
         if before is None or after is None:

@@ -39,7 +39,7 @@ class PoolCaseError(ValueError):
 
 
 class Assumptions(msgspec.Struct, frozen=True):
-    """What to assume if a configuration does not contain it; None: use the default.
+    """What to assume about engines if a configuration does not say it. None: use the default.
 
     model  name of the model
     gpu    GPU type

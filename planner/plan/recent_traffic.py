@@ -46,7 +46,7 @@ class RecentTraffic(msgspec.Struct, frozen=True):
 
     @property
     def warmup_s(self) -> float:
-        """Return the seconds of traffic before the requests that count, which only fill caches."""
+        """Return the seconds of traffic before the counted requests, which only fills caches."""
         return self.from_s - self.begins_s
 
     def counts(self, arrived_s: float) -> bool:
@@ -54,16 +54,16 @@ class RecentTraffic(msgspec.Struct, frozen=True):
         return self.from_s <= arrived_s < self.until_s
 
     def requests(self, models: Collection[str] | None) -> list[TraceRequest]:
-        """Return the recent requests for these models; `models` None: all of them."""
+        """Return the recent requests for these models. With None, return all requests."""
         return [request for _, request in self.pairs(models)]
 
     def pairs(self, models: Collection[str] | None) -> list[tuple[LoggedRequest, TraceRequest]]:
-        """Return the log lines for these models, each with the request that a replay sends for it.
+        """Return (log line, request to replay) for each recent request for these models.
 
         models  names of the models; None: all
 
-        A refused request is assumed to want an answer of median length. A request that failed for
-        another reason is left out.
+        The length of a refused request's answer is assumed to be the median. A request that failed
+        for another reason is left out.
         """
         lines = [line for line in self.lines if models is None or line.model in models]
         lengths = [line.completion_tokens for line in lines if line.completion_tokens]

@@ -1,6 +1,6 @@
 """Parses option values of `penstock replay`: durations and loads.
 
-fault_grammar.py and service_classes.py parse its options `--faults` and `--slo`.
+fault_grammar.py parses the option `--faults`, and service_classes.py the option `--slo`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Converts block ids of prompts to the fleet's block size, and measures the best possible cache."""
+"""Converts a trace's block ids to the fleet's block size; simulates a cache without evictions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from planner.traces.recorded_request import TraceRequest, to_64_bits
 def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:
     """Return ids of a prompt's complete blocks of `block_tokens` tokens, from a trace's block ids.
 
-    Equal ids mean equal prefixes: an id stands for the whole prompt up to the end of its block. The
-    trace may have blocks of another size. A new block then gets the id of the recorded block in
-    which it ends. If several end in the same one, their position in it is added.
+    Two prompts have the same id where they are equal up to the end of that block. The trace may
+    have blocks of another size. A new block then gets the id of the recorded block in which it
+    ends. If several new blocks end in one recorded block, their ids also contain their position in
+    it.
     """
     whole, size = request.input_tokens // block_tokens, request.block_tokens
     if size == block_tokens:
@@ -51,12 +52,12 @@ class AnswerBlocks:
         self._next_id = -1  # ids of prompt blocks are not negative
 
     def append_to(self, keys: tuple[int, ...], request: TraceRequest) -> tuple[int, ...]:
-        """Return the ids of all complete KV blocks of a request, with those of its answer.
+        """Return the ids of a request's complete KV blocks, of its prompt and its answer.
 
         keys     the ids of the prompt's blocks
         request  the request in the trace
 
-        Blocks that the trace has no id for get new ids.
+        Blocks that are not in `keys` get new ids.
         """
         filled = (request.input_tokens + request.output_tokens) // self._block_tokens
         first = self._next_id
@@ -67,7 +68,7 @@ class AnswerBlocks:
 class UnlimitedCache:
     """A simulated cache that never evicts.
 
-    It shows how much of each prompt the best possible cache would have cached.
+    It shows how many tokens of each prompt the best possible cache would have.
     """
 
     __slots__ = ("_block_tokens", "_known")

@@ -15,8 +15,8 @@ STRIDE = 1.5
 class Capacity(msgspec.Struct, frozen=True):
     """The highest load at which the share `target` of requests meets the latency budgets.
 
-    load    the load; 0.0: the target is missed even at the lowest load tried. If it is met even at
-            the highest load tried, that load
+    load    the load; 0.0 if the target is missed at the lowest load tried. If it is met at all
+            loads tried, the highest of them
     target  the share, 0 to 1
     tried   (load, attainment) of every run, in order
     """

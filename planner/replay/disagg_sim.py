@@ -52,10 +52,10 @@ class DisaggSim:
         self._pools = _pools(fleet.groups)
 
     def fitting(self, request: TraceRequest) -> SplitPools:
-        """Return the engines whose KV memory is large enough for the request, by their role.
+        """Return the engines by role, without those whose KV memory is too small for the request.
 
-        An engine that prefills needs memory for the prompt and one token, one that decodes for the
-        prompt and the answer.
+        A prefill engine needs memory for the prompt and one token. A decode engine needs memory for
+        the prompt and the answer.
         """
         front = self._fleet.gateway
         if front.fits_everywhere(request):
@@ -81,9 +81,9 @@ class DisaggSim:
         )
 
     def serve(self, now: float, inflight: InflightRequest, query: RoutingQuery) -> bool:
-        """Split a request between two engines if the gateway would; return whether it was split.
+        """Send a request to two engines if the gateway would split it; return whether it was split.
 
-        If not, a single engine must serve the request.
+        If it was not, a single engine must serve the request.
 
         now       virtual time in seconds
         inflight  the request's state in the replay
@@ -144,7 +144,7 @@ class DisaggSim:
         now            virtual time in seconds
         inflight       the request's state in the replay
         prefill_group  the engine that computed the prompt
-        given          its finished work
+        given          the prompt's job, which is complete
         """
         record, decode_group = inflight.record, inflight.decode_group
         assert inflight.prefill_reservation is not None
@@ -190,10 +190,10 @@ class DisaggSim:
     def fetch(self, decode_group: ReplayGroup, job: Job, now: float) -> None:
         """Simulate the transfer of a prompt's KV cache to the engine that decodes it.
 
-        Only what that engine does not have cached is sent. A network link carries one transfer at a
-        time, so this one may have to wait.
+        Tokens that the decode engine has cached are not sent. A network link carries one transfer
+        at a time, so this transfer may have to wait.
 
-        decode_group  the engine
+        decode_group  the decode engine
         job           the request's work there
         now           virtual time in seconds
         """

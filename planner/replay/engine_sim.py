@@ -80,7 +80,7 @@ class ReplayEngine:
 
     @property
     def due_s(self) -> float:
-        """Return when the current step or run of steps ends; inf: the rank is idle."""
+        """Return when the current step or run of steps ends, in seconds; inf for an idle rank."""
         return self.clock.due_s
 
     @property
@@ -169,7 +169,7 @@ class ReplayEngine:
         return plan
 
     def finish_step(self, plan: StepPlan, now: float) -> None:
-        """Report the first and last tokens of a step that has just ended."""
+        """Report which jobs got their first or last token in the step that has just ended."""
         outcome = self.scheduler.finish(plan)
         for job in outcome.first_token_jobs:
             if job.generated_count == 1:

@@ -1,4 +1,4 @@
-"""Simulates events of a fleet other than requests: faults, drains, new groups and scrapes.
+"""Simulates faults, drains, new groups and scrapes in a replay.
 
 A group is one simulated engine. A scrape reads the metrics of an engine. The
 syntax of faults is in planner/replay/fault_grammar.py.

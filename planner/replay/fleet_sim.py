@@ -204,7 +204,7 @@ class Fleet:
     def serve(self, now: float, inflight: InflightRequest, query: RoutingQuery) -> None:
         """Pick a simulated engine for the request, reserve capacity there, and send the request.
 
-        As in the gateway, this is one step: no other request is decided about in between.
+        As in the gateway, no other request is routed between these actions.
         """
         if self.disagg is not None and self.disagg.serve(now, inflight, query):
             return
@@ -316,8 +316,8 @@ class Fleet:
     def on_first_token(self, group: ReplayGroup, job: Job, now: float) -> None:
         """Record that an engine has generated the first token of a job, and learn from its time.
 
-        It is the first token of the request, unless the job is only the prefill half of a split
-        one.
+        If the job is the prefill half of a split request, this is not yet the request's first
+        token.
         """
         inflight = self.inflight[job]
         if inflight.race is not None:
@@ -345,16 +345,14 @@ class Fleet:
             self.disagg.on_first_token(now, inflight)
 
     def on_blocks_allocated(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Start the KV transfer of a job whose KV comes from another group, after blocks were
-        allocated.
-        """
+        """Start the transfer of a job's KV from another group, because its blocks are allocated."""
         assert self.disagg is not None
         self.disagg.fetch(group, job, now)
 
     def stop_expecting(self, inflight: InflightRequest) -> None:
         """Record that a group has computed a request's KV blocks, or will not compute them.
 
-        They no longer count as blocks that the group will soon have cached.
+        The blocks no longer count as blocks that the group will soon have cached.
         """
         if inflight.is_expected:
             inflight.is_expected = False
@@ -441,9 +439,9 @@ class Fleet:
         inflight.job = inflight.group = None
 
     def retry_elsewhere(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
-        """Send a request to another engine after its own (`group`) has failed.
+        """Send a request to another engine, because the engine that served it (`group`) has failed.
 
-        If its answer had begun, the request ends instead.
+        If the answer had begun, the request ends instead.
         """
         self.withdraw(now, inflight)
         if inflight.is_hedge:

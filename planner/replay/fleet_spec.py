@@ -153,7 +153,7 @@ class GroupKind(RankedEngine, msgspec.Struct, frozen=True, forbid_unknown_fields
         return step_times_for(self.shape, self.hardware, alone, self.software, budget, self.ep_skew)
 
     def times(self) -> LockstepTimes:
-        """Return the step times of one rank, or of several ranks that step together."""
+        """Return the step times of one rank; with lockstep, of the ranks that step together."""
         if not self.shares_experts or not self.is_lockstep:
             return SlowestRank(self.roofline())
         budget = self.max_num_batched_tokens

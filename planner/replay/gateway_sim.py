@@ -114,10 +114,10 @@ class GatewaySim:
         return fingerprint_of_chain(keys, block_bytes, n_bytes, salt)
 
     def query(self, inflight: InflightRequest, now: float) -> RoutingQuery:
-        """Return the question to the routing policy: which engine should serve this request now?
+        """Return the policy's input: the request, and how many of its tokens engines have cached.
 
-        It contains how many prompt tokens each engine is believed to have cached. With the option
-        of an exact view, these are the true numbers.
+        The numbers of cached tokens are the gateway's belief. With the option of an exact view,
+        they are the true numbers.
         """
         request, fingerprint, keys = inflight.request, inflight.fingerprint, inflight.keys
         cached: Sequence[int] = ()
@@ -137,9 +137,7 @@ class GatewaySim:
         return self.with_room_for(request.input_tokens + request.output_tokens, self.candidates)
 
     def fits_everywhere(self, request: TraceRequest) -> bool:
-        """Return whether the KV memory of every group is large enough for the prompt and the
-        answer.
-        """
+        """Return whether every group has enough KV memory for the prompt and the answer."""
         return (
             blocks_for(request.input_tokens + request.output_tokens, self._block_tokens)
             <= self._least_kv_blocks
@@ -155,7 +153,7 @@ class GatewaySim:
     def pick(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> Pick | None:
         """Return the policy's pick of an engine for a request; None: no engine may serve it.
 
-        The time that the decision takes is added to `pick_s`.
+        The wall time of the decision is added to `pick_s`.
         """
         began = self.clock()
         if self._order is not None and candidates is self.candidates:
@@ -167,12 +165,11 @@ class GatewaySim:
         return pick
 
     def pick_over_cap(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> Pick | None:
-        """Pick a group even if it is at its concurrency limit, so that its engine queues the
-        request.
+        """Pick a group even if it is at its concurrency limit; its engine then queues the request.
 
-        The gateway does so for an admitted request when no endpoint has free capacity: hedges
-        (second attempts in parallel) use capacity without a permit. Returns None if another filter
-        left no candidate.
+        The gateway does so for an admitted request when no endpoint has free capacity. This can
+        happen because hedges (second attempts in parallel) use capacity without a permit. Returns
+        None if another filter left no candidate.
         """
         return routing_algorithm.pick(self._over_cap, query, candidates)
 
@@ -189,10 +186,10 @@ class GatewaySim:
     def confirm(
         self, slot: int, believed_tokens: int, cached_tokens: int, prompt_tokens: int
     ) -> None:
-        """Correct the prefix index by how much of a prompt was really cached.
+        """Correct the prefix index: an engine has reported how much of a prompt was cached.
 
         slot             the number of the engine
-        believed_tokens  number of cached prompt tokens that was expected
+        believed_tokens  number of prompt tokens that the index had expected to be cached
         cached_tokens    number that the engine reported
         prompt_tokens    number of tokens of the prompt
         """

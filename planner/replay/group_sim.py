@@ -146,7 +146,7 @@ class ReplayGroup:
         self.watched_s = inf
 
     def add_totals(self) -> None:
-        """Add the counters of the group's engine to the group's totals. Call it once per engine."""
+        """Add the engine's steps and busy seconds to the group's totals. Call once per engine."""
         self.totals.steps += self.engine.steps
         self.totals.busy_s += self.engine.busy_s
 

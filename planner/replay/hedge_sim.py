@@ -21,7 +21,7 @@ class Hedges:
     At most the share `share` of all requests is hedged.
 
     sent  the times at which hedges were sent
-    won   number of hedges that answered before the first attempt
+    won   number of hedges whose first token came before that of the first attempt
     """
 
     def __init__(self, fleet: FleetPort, share: float) -> None:
@@ -32,9 +32,7 @@ class Hedges:
         self.won = 0
 
     def may_send(self) -> bool:
-        """Return whether one more request may get a second attempt (hedge) within the allowed
-        share.
-        """
+        """Return whether the allowed share permits one more second attempt (hedge) now."""
         came = self._fleet.arrived - self._paid_for
         self._paid_for += came
         paid_back = min(self._credit, came)
@@ -60,9 +58,9 @@ class Hedges:
         fleet.start(now, second, group, pick)
 
     def decide(self, now: float, first: InflightRequest) -> InflightRequest:
-        """End the race of a request's two attempts, because one of them has its first token.
+        """End the race of a request's two attempts: cancel the one that has no first token yet.
 
-        first  that attempt; the other one is cancelled
+        first  the attempt that has its first token
 
         Returns the attempt that represents the request from now on.
         """
@@ -89,11 +87,10 @@ class Hedges:
         return first
 
     def end_race(self, now: float, inflight: InflightRequest) -> None:
-        """Record that one of a request's two attempts was cancelled, so that they no longer race.
+        """Record that one of a request's two attempts was cancelled, so that the race is over.
 
-        If that was the first attempt, the second one (the hedge) is cancelled as well.
-
-        inflight  the cancelled attempt
+        inflight  the cancelled attempt. If it was the first attempt, the second one (the hedge) is
+                  cancelled as well
         """
         other, inflight.race = inflight.race, None
         if other is not None:

@@ -1,4 +1,4 @@
-"""StepClock: computes when the steps of one simulated engine end, in which all its ranks take part.
+"""StepClock: computes when the steps of one simulated engine end, in all ranks of the engine.
 
 A TP group is one rank; data-parallel ranks in lockstep are several. The live mock engine has
 mockgpu/rank_lockstep.py instead, which waits with a timer.
@@ -75,7 +75,7 @@ class StepClock:
         self._ranks.append(rank)
 
     def leave(self, rank: ClockedRank) -> None:
-        """Stop the engine, discard its current step, and remove a rank that has failed."""
+        """Remove a rank that has failed, discard the current step, and stop the clock."""
         if rank in self._ranks:
             self._ranks.remove(rank)
         self._plans = self._run = None
@@ -110,9 +110,9 @@ class StepClock:
         self._account_run(run, finished)
 
     def completed_steps(self, now: float) -> int:
-        """Return how many steps of the current run of decode steps have ended by `now`.
+        """Return the number of steps of the current run of decode steps that have ended by `now`.
 
-        The ranks' schedulers do not know these steps yet: they are informed when the run ends.
+        The ranks' schedulers learn of these steps only when the run ends.
         """
         return 0 if self._run is None else self._run.completed_by(now - self._since)
 

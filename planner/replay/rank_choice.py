@@ -71,7 +71,7 @@ class HiddenRanks:
 
     @property
     def largest_blocks(self) -> int:
-        """Return the largest number of KV blocks that one request may use: those of one rank."""
+        """Return the largest number of KV blocks that one request may use, on the smallest rank."""
         return min(rank.largest_blocks for rank in self.ranks)
 
     @property
@@ -80,9 +80,7 @@ class HiddenRanks:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """Return the engine's metrics as the gateway reads them: sums over ranks, and mean KV
-        usage.
-        """
+        """Return the engine's metrics as the gateway reads them: total requests, mean KV usage."""
         pages = [rank.metrics for rank in self.ranks]
         return EngineMetrics(
             sum(page.running for page in pages),
@@ -91,9 +89,7 @@ class HiddenRanks:
         )
 
     def count_hits(self, keys: Sequence[int], limit: int) -> int:
-        """Return the mean number of cached blocks over the ranks, because any of them may be
-        chosen.
-        """
+        """Return the number of cached blocks, as a mean over the ranks (any may be chosen)."""
         return sum(rank.count_hits(keys, limit) for rank in self.ranks) // len(self.ranks)
 
     def scheduler_of(self, job: Job) -> Scheduler:

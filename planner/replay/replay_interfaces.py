@@ -1,4 +1,4 @@
-"""Protocol classes through which the parts of a replay (fleet, admission, hedges) call each other.
+"""Interfaces through which the parts of a replay (fleet, admission, hedges) call each other.
 
 fleet_sim.py creates the parts. Thanks to these interfaces, no part must import fleet_sim.py.
 """
@@ -18,9 +18,9 @@ from policies.routing_types import Pick, RoutingQuery
 
 
 class AdmissionPort(Protocol):
-    """What other parts of a replay call of the simulated admission, the wait queue of requests.
+    """The methods that other parts of a replay call to simulate admission (class AdmissionSim).
 
-    The class AdmissionSim implements it.
+    Admission decides which requests enter, wait or are refused.
     """
 
     def refresh(self, now: float) -> None:
@@ -31,10 +31,9 @@ class AdmissionPort(Protocol):
 
 
 class DisaggPort(Protocol):
-    """What other parts of a replay call of the simulation of split requests.
+    """The methods that other parts of a replay call to simulate split requests (DisaggSim).
 
-    The class DisaggSim implements it. A split request is prefilled by one engine and decoded by
-    another.
+    A split request is prefilled by one engine and decoded by another.
     """
 
     def on_group_died(self, now: float, group: ReplayGroup) -> None:
@@ -42,10 +41,9 @@ class DisaggPort(Protocol):
 
 
 class HedgesPort(Protocol):
-    """What other parts of a replay call of the simulation of hedges.
+    """The methods that other parts of a replay call to simulate hedges (class Hedges).
 
-    A hedge is a second copy of a late request, sent to another engine. The class Hedges implements
-    this.
+    A hedge is a second copy of a late request, sent to another engine.
     """
 
     def may_send(self) -> bool:
@@ -59,22 +57,17 @@ class HedgesPort(Protocol):
 
 
 class SpeedsPort(Protocol):
-    """What other parts of a replay call of the detection of slow engines.
-
-    The class SpeedMonitorSim implements it.
-    """
+    """The methods that other parts of a replay call to detect slow engines (SpeedMonitorSim)."""
 
     def on_overtaken(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
-        """Record that a request left the group before its first token, a sign that the group is
-        slow.
-        """
+        """Record that a request left the group before its first token, so the group may be slow."""
 
 
 class FleetPort(Protocol):
-    """What the parts of a replay call of the running replay as a whole (the class Fleet).
+    """The methods of the running replay (Fleet) that its parts call.
 
-    With it, they schedule events, and start, cancel and end requests. A group is one simulated
-    engine, or a rank of one.
+    By these methods, they schedule events, and start, cancel and end requests. A group is one
+    simulated engine, or a rank of one.
 
     engines  the groups of each engine; an engine with several data-parallel ranks has a group for
              each

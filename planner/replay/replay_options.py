@@ -28,9 +28,9 @@ class ClientBehaviour(msgspec.Struct, frozen=True):
     """How simulated clients behave if their requests are refused or wait for a long time.
 
     retries            how often a client retries after status 429 (OpenAI's SDKs: 2)
-    obeys_retry_after  whether the client waits for the Retry-After time. If not, or without that
-                       header, it waits 0.5 s, doubled at each retry up to 8 s, minus a random part
-                       of up to a quarter, like OpenAI's SDKs
+    obeys_retry_after  whether the client waits for the Retry-After time. Otherwise, and if there is
+                       no such header, it waits 0.5 s, doubled at each retry up to 8 s, minus a
+                       random part of up to a quarter, like OpenAI's SDKs
     patience_s         seconds for which the client waits for the first token; it sends this time as
                        the request's deadline
     """

@@ -1,4 +1,4 @@
-"""The results of a replay: one record per request, and goodput, latencies and fairness from them.
+"""The results of a replay: one record per request, and figures (goodput, latencies, fairness).
 
 Attainment is the share of requests served within their latency budgets; goodput is the number of
 such requests per second. Simulations fill in the records. All functions are pure functions of a
@@ -187,9 +187,7 @@ class ShareFigures(msgspec.Struct, frozen=True):
 
     @property
     def attainment(self) -> float:
-        """Return the share of requests served within their latency budgets; 1: there were no
-        requests.
-        """
+        """Return the share of requests served within their latency budgets; 1 without requests."""
         return self.good / self.offered if self.offered else 1.0
 
 
@@ -380,14 +378,14 @@ def jain(values: Sequence[float]) -> float:
 
 
 def regret(own: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> float:
-    """Return how close a routing policy comes to the best of the others, on its worst workload.
+    """Return how a routing policy compares with the best other one, on its worst workload.
 
     own     the policy's figure by workload; more is better
     others  the same for each other policy
 
     For each workload, the policy's figure is divided by that of the best other policy. The result
     is the smallest quotient: 0.9 means that the policy is never more than 10 % worse than the best.
-    Workloads where all figures are 0 do not count.
+    Workloads where all other figures are 0 do not count.
     """
     rivals = list(others)
     best = {

@@ -137,9 +137,7 @@ class SpeedMonitorSim:
         self._doubt(now, group)
 
     def on_dropped(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
-        """Record that a request was cancelled before its first token, but not because of
-        slowness.
-        """
+        """Record a request that was cancelled before its first token, not because of slowness."""
         step_s = self._expectations.running_step_s(self._member_of[group])
         group.speed.on_dropped(_awaited_tokens(inflight), now, step_s=step_s)
 

@@ -125,7 +125,7 @@ def one_run(
     load: float,
     watch: Callable[[float, int], None] | None = None,
 ) -> ReplayRun:
-    """Do one replay of a comparison: one policy at one load, with empty caches.
+    """Run one replay of a comparison: one policy at one load, with empty caches.
 
     comparison  the fleet, traffic and options
     policy      name of the routing policy

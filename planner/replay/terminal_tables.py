@@ -1,7 +1,6 @@
-"""Builds the tables of a replay for the terminal; columns that do not fit continue in another
-table.
+"""Lays out tables for the terminal. Columns that do not fit continue in another table.
 
-The module has the layout of rows and columns. html_report.py has the figures; cli.py prints.
+html_report.py has the figures; cli.py prints the tables.
 """
 
 from __future__ import annotations

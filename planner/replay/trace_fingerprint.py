@@ -13,7 +13,7 @@ from policies.prefix.fingerprint import Fingerprint
 def fingerprint_of_chain(
     ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0
 ) -> Fingerprint:
-    """Build the fingerprint (block hashes) of a prompt of which a trace has only block ids.
+    """Build the fingerprint (block hashes) of a prompt for which a trace has only block ids.
 
     ids          the ids of the prompt's whole blocks
     block_bytes  bytes per block
@@ -21,8 +21,8 @@ def fingerprint_of_chain(
     salt         added to every id, so that prompts with different salts have different keys
 
     Keys are the ids mixed over 64 bits (splitmix64's finalizer), because the index distributes its
-    entries by low bits. Do not use it for prompts of clients: it has no secret, so a client could
-    predict keys.
+    entries by low bits. Do not use this for prompts of clients: the hash has no secret, so a client
+    could predict keys.
     """
     if not ids:  # a log without block ids
         return Fingerprint(array("Q"), block_bytes, n_bytes)

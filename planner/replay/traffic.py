@@ -30,9 +30,10 @@ class ClosedLoop(msgspec.Struct, frozen=True):
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """The traffic of a replay: single requests with arrival times, in any order, and closed loops.
+    """The traffic of a replay: requests with arrival times, and users that wait for answers.
 
-    A closed loop is a user that sends each request only after the answer to the previous one.
+    arrivals  requests with arrival times, in any order
+    loops     users that send each request only after the answer to the previous one
     """
 
     arrivals: Sequence[TraceRequest] = ()

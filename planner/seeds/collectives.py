@@ -1,4 +1,4 @@
-"""Computes what share of a decode step collectives take, for the checklist of `penstock doctor`."""
+"""Computes the share of a decode step that collectives take, for checks of `penstock doctor`."""
 
 from __future__ import annotations
 

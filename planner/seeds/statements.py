@@ -24,8 +24,8 @@ TITLES: Mapping[str, str] = {
 class ItemStatus(StrEnum):
     """Whether Penstock answers a statement of `penstock seeds`.
 
-    LATER: the statement belongs to a planned feature. MISSING: a part is missing, which `note`
-    describes.
+    ANSWERED: a command answers it. LATER: it belongs to a planned feature. MISSING: a part is
+    missing, which `note` describes.
     """
 
     ANSWERED = "answered"
@@ -41,9 +41,8 @@ class SeedItem(msgspec.Struct, frozen=True):
     item     the statement
     status   whether Penstock answers it
     command  the command line, configuration check or documentation page that tests the statement
-    golden   expected outcomes by name: a number that must be met within 1 %, or a text that the
-             outcome must contain. A name such as `a.b` is a field of the JSON that `penstock size
-             --json` prints
+    golden   expected outcomes by name: a number (within 1 %), or a text that the outcome must
+             contain. A name such as `a.b` is a field of the JSON that `penstock size --json` prints
     note     how the outcome differs from the statement, or what is missing
     """
 

@@ -243,7 +243,7 @@ ConfigReader = Callable[[str], Mapping[str, Any]]
 
 
 class SizeOutput(msgspec.Struct, frozen=True):
-    """What `penstock size` prints in addition to its plan or instead of it, as chosen by options.
+    """What `penstock size` prints besides its plan, or instead of it, as its options say.
 
     read_config  function that reads the gateway.yaml of the plan for replays, as the gateway does
     """

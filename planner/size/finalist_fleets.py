@@ -1,4 +1,4 @@
-"""Chooses the fleets that a sizing replays on recorded traffic (finalists): the best ones."""
+"""Chooses the fleets that a sizing replays on recorded traffic: the best ones, called finalists."""
 
 from __future__ import annotations
 

@@ -99,9 +99,10 @@ def replay_finalists(
 ) -> list[Finalist]:
     """Replay the planned fleet and its best alternatives, and return their results.
 
-    case         the pool of the plan's gateway.yaml. The alternatives are the best other points,
-                 and the plan with separate prefill and decode engines. Their pools have other
-                 endpoints, and another policy if they split requests
+    Alternatives are the best other points, and the plan with separate prefill and decode engines.
+
+    case         the pool of the plan's gateway.yaml. The pools of alternatives differ from it in
+                 their endpoints, and in the policy if they split requests
     on_progress  called with the name of a fleet and the share of its requests that have ended
     processes    maximum number of replays at a time, each in its own process if there are several.
                  The results do not depend on it

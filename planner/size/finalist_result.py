@@ -16,9 +16,8 @@ class Finalist(msgspec.Struct, frozen=True):
     usd_hour    their cost in dollars per hour
     attainment  share of requests served within the promised latencies, 0 to 1
     refused     share of requests that the gateway refused with status 429
-    ttft_p95_s  95th percentile of the time to first token in seconds; None: no request was served
-    tpot_p95_s  95th percentile of the time per further token in seconds; None: no request was
-                served
+    ttft_p95_s  95th percentile of the time to first token in seconds; None: none was served
+    tpot_p95_s  95th percentile of the time per further token in seconds; None: none was served
     hit_ratio   share of prompt tokens that were cached
     """
 

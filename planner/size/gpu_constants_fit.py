@@ -1,8 +1,8 @@
 """Fits a GPU's eight speed constants to the times of recorded answers.
 
 The equation is that of mockgpu/timing/roofline.py. The fit is damped least squares on the
-logarithms of times, with Huber weights against outliers. If the log does not determine a constant,
-it stays near its prior. So a plan for another TP size changes less than one for the measured size.
+logarithms of times, with Huber weights against outliers. A constant that the log does not determine
+stays near its prior value. So a plan for another TP size than the log's changes less.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Residuals = Callable[[Sequence[float]], list[float]]
 class Calibration(msgspec.Struct, frozen=True):
     """The speed constants of a GPU that were fitted to an access log, and how exact they are.
 
-    The errors are those on measurements that were not used for the fit.
+    Errors are measured on data that was not used for the fit.
 
     gpu           the GPU with fitted constants; its `errors` are the 90th percentiles
-    prior_errors  the same percentiles with the constants before the fit, for (prefill, decode)
+    prior_errors  90th percentiles of the errors before the fit, for (prefill, decode)
     api_s         seconds of a request outside of engine steps
     prefills      number of measured prefills, for the fit and the errors together
     decodes       number of measured answers, for the fit and the errors together

@@ -29,10 +29,11 @@ MAX_CP = 8
 def quantise(
     candidates: Sequence[Llm], plans: Sequence[FleetPlan], problems: Sequence[str], best: FleetPlan
 ) -> RecipeGate:
-    """Explain the first decision of a sizing plan: do fp8 weights save GPUs at the same promises?
+    """Return the first gate of a sizing plan: do fp8 weights save GPUs at the same promises?
 
-    `plans` has a plan for each candidate (own or fp8 weights) that fits, and `best` is the chosen
-    one. `problems` are the reasons why other candidates have no plan.
+    plans     a plan for each candidate (own or fp8 weights) that fits
+    problems  the reasons why other candidates have no plan
+    best      the chosen plan
     """
     numbers = [
         f"{plan.model.name}: {gb(plan.model.weights_bytes)} of weights, {plan.layout.label}, "
@@ -54,7 +55,7 @@ def quantise(
 
 
 def fits_one(draft: Draft) -> None:
-    """Decide for a sizing plan whether one GPU holds the weights, the requests and their headroom.
+    """Decide whether one GPU has memory for the weights, the requests and some headroom.
 
     This is the second of eight decisions (gates). Each adds its reason to the draft of the plan.
     """
@@ -64,7 +65,7 @@ def fits_one(draft: Draft) -> None:
 
 
 def least_tp(draft: Draft) -> None:
-    """Choose the smallest tensor-parallel size that a model can have and whose memory suffices.
+    """Choose the smallest possible tensor-parallel size at which the model fits into memory.
 
     TP must divide the attention heads. This is the third of the eight decisions (gates) of a sizing
     plan.
@@ -103,7 +104,7 @@ def raise_tp(draft: Draft) -> None:
     """Raise a plan's tensor-parallel size until a single request is as fast as promised.
 
     This is the fourth of the eight decisions (gates) of a sizing plan. A promise that no TP size
-    can keep is ignored here, and reported.
+    can keep does not raise the size; it is reported.
     """
     sizes = [tp for tp in draft.tp_sizes if tp >= draft.layout.tp]
     limits = draft.work.limits
@@ -150,8 +151,7 @@ def _missed(draft: Draft, tp: int) -> str:
 def knee_of(draft: Draft, sizes: Sequence[int]) -> int:
     """Return the TP size above which more TP makes decoding hardly faster.
 
-    It is the first of `sizes` at which doubling TP makes decoding faster by less than the factor
-    KNEE.
+    It is the first of `sizes` at which doubling TP speeds decoding up by less than the factor KNEE.
     """
     for tp, larger in pairwise(sizes):
         slow = draft.times(Layout(tp)).decode_s(1, draft.work.mean_context)
@@ -256,7 +256,7 @@ def _pp_notes(draft: Draft) -> Iterator[str]:
 
 
 def most_ep(draft: Draft) -> None:
-    """Spread a model's experts over all ranks of a plan, and choose how attention is divided.
+    """Spread a model's experts over all ranks, and choose how attention is divided among them.
 
     With MLA, attention is data-parallel. This is the sixth of the eight decisions (gates) of a
     sizing plan.

@@ -87,9 +87,7 @@ def fleet_points(
 
 
 def best_of(points: Sequence[FleetPoint]) -> list[FleetPoint]:
-    """Return the best points: no other point is better in both time per token and requests per
-    second.
-    """
+    """Return the points that no other one beats in both time per token and requests per second."""
     best: list[FleetPoint] = []
     for point in sorted(points, key=lambda point: (point.tpot_s, -point.requests_s)):
         if not best or point.requests_s > best[-1].requests_s:
@@ -150,7 +148,7 @@ def _reason(memory: MemoryCheck, batch: int) -> str:
 
 
 def headline(points: Sequence[FleetPoint], work: Workload) -> str:
-    """Return the main result of a sizing in one sentence: more replicas, or more TP, and why."""
+    """Return the main result of a sizing in one sentence: more replicas or more TP, and why."""
     feasible = [point for point in points if not point.reason]
     if not feasible:
         return "no layout of these GPUs holds the model"

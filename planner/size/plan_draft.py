@@ -1,4 +1,4 @@
-"""A sizing plan under construction, with the decisions so far, and the finished plan."""
+"""Types of a sizing plan: a draft with the decisions made so far, and the finished plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes files and commands for a sizing plan, to start its engines and gateway.
+"""Writes the files and commands that start the engines and the gateway of a sizing plan.
 
 These are engine commands, gateway.yaml, Helm values, and a command for mock engines.
 """
@@ -53,7 +53,7 @@ class Emission(msgspec.Struct, frozen=True):
     def launch(self, all_to_all: str | None = None) -> EngineLaunch:
         """Return the settings with which an engine of the plan is launched.
 
-        `all_to_all` is the engine's own name of the backend for experts on several nodes.
+        all_to_all  the engine's name for the backend that connects experts on several nodes
         """
         plan = self.plan
         ranks = plan.layout.ep

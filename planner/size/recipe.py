@@ -48,7 +48,7 @@ def variants(model: Llm, quant: str) -> list[Llm]:
 def plan_fleet(
     candidates: Sequence[Llm], hardware: PlanHardware, work: Workload, grids: Sequence[Grid]
 ) -> FleetPlan:
-    """Return the sizing plan of the candidate that needs the fewest GPUs for the same promises.
+    """Return the plan for the candidate (version of the model) that needs the fewest GPUs.
 
     Raises SizingError if no candidate fits the GPUs.
     """

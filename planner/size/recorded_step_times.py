@@ -1,7 +1,7 @@
 """Finds measurements of prefills and decodes in an access log, to calibrate step times.
 
-A prefill is used if no other prompt waited or was computed on its endpoint, or if its prompt alone
-waited for the end of another one's prefill. The decoding of an answer is used together with all
+A prefill is used if its endpoint had no other prompt at that time, or if its prompt was the only
+one that waited for another prefill to end. The decoding of an answer is used together with all
 sequences and prompts that ran beside it.
 """
 
@@ -75,12 +75,12 @@ class PrefillPhase(msgspec.Struct, frozen=True):
 class DecodePhase(msgspec.Struct, frozen=True):
     """The generation of one recorded answer after its first token, with the work beside it.
 
-    seconds  their duration
+    seconds  duration of the generation
     steps    number of steps, one per token
     chunks   (tokens, attention area) of each step that computed other prompts meanwhile
     seqs     mean number of sequences of a step, including this answer
     context  mean tokens of KV that a step reads
-    overlap  mean number of used phases that contain a step of the log, at least 1
+    overlap  mean number of used phases that are in progress at the same time, at least 1
     """
 
     seconds: float

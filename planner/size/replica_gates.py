@@ -21,7 +21,7 @@ MOST_FOR_WAITS = 2
 
 
 def count_replicas(draft: Draft) -> None:
-    """Set how many replicas a sizing plan has, which is the last of its eight questions (gates).
+    """Set the number of replicas of a sizing plan, the last of its eight questions (gates).
 
     The number follows from Little's law, and from how long requests may wait for a prefill.
     """
@@ -111,7 +111,7 @@ def _budget(draft: Draft, loaded: BatchTimes) -> Iterator[str]:
 
 
 def split_phases(draft: Draft) -> None:
-    """Add figures to a sizing plan that help to decide about separate prefill and decode engines.
+    """Add figures to a sizing plan by which to judge separate prefill and decode engines.
 
     Nothing is decided: only a replay shows whether separate engines are better.
     """

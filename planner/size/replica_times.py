@@ -47,7 +47,7 @@ class ReplicaTimes:
         return self._prefill[key]
 
     def decode_s(self, batch: int, context: int) -> float:
-        """Return the seconds between two tokens of each of `batch` sequences of `context` tokens.
+        """Return the seconds per token of each of `batch` sequences of `context` tokens.
 
         Each data-parallel rank has a part of the batch. Each pipeline stage works on one part at a
         time.
@@ -63,7 +63,7 @@ class ReplicaTimes:
     def bubble_s(self, tokens: int) -> float:
         """Return the seconds of a prefill in which pipeline stages wait (the pipeline bubble).
 
-        They are the times of pp - 1 stages. `tokens` is the number of prompt tokens.
+        This is the time of pp - 1 stages. `tokens` is the number of prompt tokens.
         """
         return self.prefill_s(tokens) * (self.layout.pp - 1) / self.layout.pp
 

@@ -1,7 +1,7 @@
 """The HTML page of `penstock size --report`. It is self-contained, and computed here in Python.
 
-Sliders and choices of the page only show what was rendered for their value. The page's script has
-no formula, so that page and command cannot differ.
+The page's sliders and choices select among values that were computed for it. Its script has no
+formula, so that page and command cannot differ.
 """
 
 from __future__ import annotations

@@ -56,9 +56,8 @@ def with_replicas(point: FleetPoint, replicas: int, gpus: int) -> FleetPoint:
     replicas  the new number of replicas
     gpus      number of available GPUs
 
-    If the replicas need more GPUs than there are, the copy has that as its reason. It is marked as
-    one of the best only if `point` is, and if one more replica would not fit. More replicas of a
-    layout are as fast, and serve more requests.
+    If the replicas need more GPUs than there are, the copy has that as its reason. Only a copy with
+    as many replicas as `point` can be marked as one of the best.
     """
     needed = point.tp * point.pp * replicas
     reason = point.reason or (f"needs {needed} GPUs of {gpus}" if needed > gpus else "")

@@ -180,7 +180,7 @@ def finalist_lines(results: Sequence[Finalist]) -> Iterator[str]:
 
 
 def against_lines(plan: FleetPlan, other: FleetPlan) -> Iterator[str]:
-    """Yield the lines of a table that compares the costs of two models under the same traffic."""
+    """Yield a table that compares the costs of two models under the same traffic, line by line."""
     heads = ("model", "layout", "gpus", "$/hour", "per token", "prompt $/1M", "answer $/1M")
     rows = [
         (

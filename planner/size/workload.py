@@ -52,12 +52,12 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def uncached(self) -> int:
-        """Return how many prompt tokens the engine computes; the others are in its prefix cache."""
+        """Return the number of prompt tokens to compute; the others are in the prefix cache."""
         return self.prompt - self.cached
 
     @property
     def mean_context(self) -> int:
-        """Return the KV tokens of a decoding request, as a mean over its answer."""
+        """Return the mean number of KV tokens of a request while it decodes."""
         return self.prompt + self.output // 2
 
     @property

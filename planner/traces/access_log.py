@@ -66,7 +66,7 @@ def access(
     """Yield the requests of the gateway's own access log, in order of arrival.
 
     Times are relative to the first request. Refused and failed requests are left out. If `model` is
-    given, so are requests for other models.
+    given, requests for other models are left out too.
 
     If an engine reported no usage, as in most streams, lengths are estimated: one prompt token per
     four bytes of body, and one answer token per event. Lines are written when requests end, so all
@@ -98,7 +98,7 @@ def request_of(
 ) -> TraceRequest:
     """Convert one line of an access log to a request, with times relative to `begin_s` (Unix time).
 
-    `output_tokens` replaces the line's own number.
+    output_tokens  length of the answer to assume instead of the logged one
     """
     prompt, output = _tokens(row)
     return TraceRequest(

@@ -29,8 +29,8 @@ class _Line(msgspec.Struct):
 def bailian(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
     """Yield the requests of a Bailian trace in the order of the file, at recorded times in seconds.
 
-    The session is the first chat of the conversation. The service class is the request's type
-    (text, search, image or file).
+    Each request's session is named after the first chat of its conversation. Its service class is
+    its type (text, search, image or file).
     """
     roots: dict[int, int] = {}
     for number, row in parse_lines(_Line, lines, name):

@@ -31,7 +31,7 @@ class MixMember(msgspec.Struct, forbid_unknown_fields=True):
     priority: int | None = None
 
     def part(self, requests: Sequence[TraceRequest]) -> MixPart:
-        """Return this part of the mix with its requests, which were read from its trace file."""
+        """Return a MixPart with these requests of the trace and the changes to make to them."""
         return MixPart(
             requests, self.rate, self.from_s, self.to_s, self.slo, self.tenant, self.priority
         )

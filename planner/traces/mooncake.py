@@ -46,7 +46,7 @@ def read_mooncake(
 def mooncake(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
     """Yield the requests in Mooncake JSON lines.
 
-    The file has one timestamp for all requests of 3 s, so arrivals are spread evenly in between.
+    Requests of the same 3 s have one timestamp; their arrivals are spread evenly over the 3 s.
     """
     for timestamp_ms, batch in groupby(_rows(lines, name), key=lambda row: row.timestamp):
         members = list(batch)

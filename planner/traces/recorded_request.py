@@ -57,9 +57,9 @@ class TraceRequest(msgspec.Struct, frozen=True):
     priority: int = 0
 
     def prompt(self) -> str:
-        """Return a prompt of `input_tokens` tokens, in which equal block ids are equal text.
+        """Return a prompt text; two prompts share text exactly where they share block ids.
 
-        It supports only blocks of 512 tokens.
+        It has `input_tokens` tokens. Only blocks of 512 tokens are supported.
         """
         return "".join(block("mooncake", one) for one in self.blocks)[
             : self.input_tokens * BYTES_PER_TOKEN
@@ -67,5 +67,5 @@ class TraceRequest(msgspec.Struct, frozen=True):
 
 
 def to_64_bits(number: int) -> int:
-    """Reduce a block id of a trace to 64 bits; an id that fits already is returned unchanged."""
+    """Return a block id of a trace, reduced to 64 bits if it is larger."""
     return (number + (number >> 64) * _GOLDEN) % (1 << 64)

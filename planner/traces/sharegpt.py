@@ -25,8 +25,8 @@ class _Line(msgspec.Struct):
 def sharegpt(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
     """Yield the requests of ShareGPT conversations in the order of the file.
 
-    The prompts are divided into blocks of 16 tokens. Equal blocks after equal beginnings get equal
-    ids.
+    The prompts are divided into blocks of 16 tokens. Two prompts share block ids as far as their
+    tokens from the beginning are equal.
     """
     known: dict[tuple[int, tuple[int, ...]], int] = {}
     for number, row in parse_lines(_Line, lines, name):

@@ -31,7 +31,7 @@ class TraceError(ValueError):
 def open_lines(path: Path) -> Iterator[Iterable[bytes]]:
     """Open a file, and yield an iterator over its lines.
 
-    A file whose name ends in .gz is decompressed. Raises TraceError, also while lines are read, if
+    A file whose name ends in .gz is decompressed. Raises TraceError, also during the iteration, if
     the file is missing, corrupt or truncated, or has a line of MOST_LINE_BYTES or more.
     """
     try:
