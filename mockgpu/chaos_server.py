@@ -31,8 +31,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @asynccontextmanager
 async def run_chaos_server(members: Sequence[FleetGroup], port: int) -> AsyncIterator[int]:
-    """Run the server that sets the mock engines' faults during an `async with` block; yield its
-    port.
+    """Run the server that sets mock engines' faults during an `async with` block; yield its port.
 
     Raises OSError if the port is in use.
     """
@@ -46,7 +45,7 @@ async def run_chaos_server(members: Sequence[FleetGroup], port: int) -> AsyncIte
 
 
 def application(members: Sequence[FleetGroup]) -> web.Application:
-    """Return the web application with which faults of the given mock engines are set.
+    """Return the web application that sets the faults of these mock engines.
 
     - GET /faults returns the faults of all engines.
     - POST /faults/{port} sets the faults of the engine that listens on this port.

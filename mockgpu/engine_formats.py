@@ -23,7 +23,7 @@ class EngineFormat(StrEnum):
 
 
 def engine_of(dialect: str | None) -> EngineFormat:
-    """Return which engine to imitate if split requests use the protocol `dialect`. None means vLLM.
+    """Return which engine to imitate for split requests with the protocol `dialect`; None: vLLM.
 
     A dialect is an engine's protocol for passing KV from a prefill to a decode engine.
     """
@@ -51,7 +51,7 @@ def error_body(error: ApiError, engine: EngineFormat, streaming: bool = False) -
 
 
 def with_extra_key(parsed: ParsedRequest) -> ParsedRequest:
-    """Return the request with SGLang's member `extra_key` made a part of its cache salt.
+    """Return the request with SGLang's member `extra_key` added to its cache salt.
 
     Two requests then share cached blocks only if both their `cache_salt` and `extra_key` are equal.
     """

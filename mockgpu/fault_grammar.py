@@ -58,8 +58,7 @@ class FaultKind(StrEnum):
 
 
 class InjectedFault(msgspec.Struct, frozen=True):
-    """A fault that was set for a mock engine: its kind and options, its probability, and its
-    period.
+    """A fault that was set for a mock engine, with its options, probability and period.
 
     after          where the fault starts: after so many tokens of the answer, or bytes between KV
                    agents

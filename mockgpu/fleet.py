@@ -64,14 +64,14 @@ class GroupListener:
                 connection.force_close()
 
     def open(self) -> None:
-        """Start to listen on the same port again, in a background task."""
+        """Start to listen again in a background task, on the same port as before."""
         self._is_open = True
         opening = self._opening is not None and not self._opening.done()
         if self._listening is None and self._server is not None and not opening:
             self._opening = asyncio.ensure_future(self._listen(self._server))
 
     async def wait_rebound(self) -> None:
-        """Wait until the port that open() opens in the background accepts connections."""
+        """Wait until the port accepts connections, which open() causes in the background."""
         if self._opening is not None:
             await asyncio.wait((self._opening,))
 
@@ -79,8 +79,8 @@ class GroupListener:
 class FleetGroup:
     """One mock engine of a fleet, with its HTTP server, faults and port.
 
-    `pd_role` serves one half (prefill or decode) of split requests. It is None if the engine serves
-    only whole requests.
+    pd_role  serves one half (prefill or decode) of split requests; None: the engine serves only
+             whole requests
     """
 
     def __init__(

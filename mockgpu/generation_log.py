@@ -1,4 +1,4 @@
-"""Logs how many tokens a mock engine really generated for each sequence, which tests compare.
+"""Logs the number of tokens that a mock engine really generated for each sequence, for tests.
 
 A client sees only the tokens that reach it. After an interruption, an engine generates further
 tokens until it notices. `GroupSpec.generation_log` names the file.
@@ -31,8 +31,7 @@ class GeneratedSequence(msgspec.Struct):
 
 
 class GenerationLog:
-    """Writes a line of JSON for each sequence that a mock engine generated, with the number of
-    tokens.
+    """Writes a line of JSON per generated sequence, with the number of its tokens.
 
     Several engines may use one file.
     """

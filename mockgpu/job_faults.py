@@ -35,7 +35,7 @@ class KillFaults:
     """Injects a fault into single jobs of one mock engine when the job reaches a certain point.
 
     That point is a step, the end of its prompt, the offer of its KV to another engine, or a KV
-    transfer. A job has one fault at most.
+    transfer. A job has at most one fault.
     """
 
     def __init__(self, target: FaultTarget, loop: asyncio.AbstractEventLoop) -> None:
@@ -72,7 +72,7 @@ class KillFaults:
             region.bytes[block * region.block_bytes] ^= 1
 
     def loses_offer(self, job: Job) -> bool:
-        """Return whether this job's KV must disappear as soon as another engine may fetch it."""
+        """Return whether this job's KV must disappear once another engine may fetch it."""
         return self._kind(job) is FaultKind.KV_LOST
 
     def on_transfer(self, job: Job, under_way: Callable[[Job], bool | None]) -> None:

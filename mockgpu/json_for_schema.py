@@ -30,11 +30,11 @@ _FORMATS: Mapping[str, str] = {
 
 
 class JsonFrame(msgspec.Struct, frozen=True):
-    """The JSON text around a mock engine's generated words.
+    """The JSON text to put around a mock engine's generated words.
 
     before     JSON text before the words
     after      JSON text after the words
-    has_words  whether the JSON contains the words; False: it replaces them
+    has_words  whether the JSON contains the words; False: `before` replaces the words
     """
 
     before: str
@@ -58,7 +58,7 @@ def fixed_frame(text: str) -> JsonFrame:
 def frame_of(schema: object) -> JsonFrame:
     """Return the JSON text to put around the generated words, so that it fits a JSON Schema.
 
-    It is the smallest value that fits. The words become its first string that may hold any text.
+    The JSON is the smallest that fits. Its first string that may hold any text gets the words.
     """
     value = _Sample(schema if isinstance(schema, dict) else {}).value(schema, 0)
     text = msgspec.json.encode(value).decode()

@@ -156,13 +156,12 @@ class KvMemory:
                 view[chosen, :, :, :, first:last] = part[:, None, None, None, :, None] ^ masks
 
     def taint(self, blocks: Sequence[int], states: Words) -> int:
-        """Compare a prompt's KV on all ranks with the expected bytes.
+        """Return 0 if a prompt's KV is correct on all ranks, otherwise a digest of the errors.
 
         blocks  the blocks that store the KV
         states  the expected word of each token, from token_states()
 
-        Returns 0 if all bytes are correct, otherwise a digest of the errors. Every layer, head and
-        copy of the KV is compared.
+        Every layer, head and copy of the KV is compared.
         """
         digest = 0
         for rank, (view, masks) in enumerate(zip(self._views, self._masks, strict=True)):

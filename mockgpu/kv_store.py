@@ -1,8 +1,8 @@
 """StoreTier: saves a mock engine's KV in the store that all engines of the host share.
 
 - When a request ends, its blocks are saved.
-- When a prompt arrives whose beginning the store has, blocks are fetched as long as that is faster
-  than to compute them (kvtransfer/store/fetch_rule.py).
+- When a prompt arrives whose beginning the store has, blocks are fetched as long as fetching is
+  faster than computing them (kvtransfer/store/fetch_rule.py).
 
 The bytes really move (kvtransfer/store/). The duration is that of the real model's KV at the
 simulated speeds.
@@ -110,12 +110,11 @@ class StoreTier:
         self._announcer = StoreAnnouncer(stream, self.places)
 
     def fetch(self, job: Job, chunks: Sequence[PrefillChunk]) -> None:
-        """Fetch the beginning of a job's prompt from the store, as far as that pays; then the job
-        continues.
+        """Fetch the beginning of a job's prompt from the store, then continue the job.
 
         The job is in the state FETCHING. Blocks are fetched as long as that is faster than to
-        compute them. `chunks` are the parts of prompts in the step that begins now. The fetch runs
-        at the same time.
+        compute them. The fetch runs at the same time as the step that begins now, which computes
+        `chunks`.
         """
         step_s = sum(self._rule.compute_s(part.start, part.start + part.tokens) for part in chunks)
         self._spawn(self._fetch(job, step_s))

@@ -22,7 +22,7 @@ _DIGEST_TOKENS = 4  # number of tokens in a digest, of four bytes each
 
 
 def render_medium(part: object) -> bytes | None:
-    """Return the tokens of the media in a content part, MEDIUM_TOKENS for each.
+    """Return MEDIUM_TOKENS tokens for each medium in a content part.
 
     Returns None if the part has no base64 media.
     """
@@ -33,8 +33,7 @@ def render_medium(part: object) -> bytes | None:
 
 
 def render_parts(parts: list[Any]) -> list[bytes] | None:
-    """Convert the content parts of a message to prompt bytes; None if no part is an image or other
-    medium.
+    """Convert a message's content parts to prompt bytes; None if no part is a medium.
 
     Text parts are not padded to whole tokens here. Media fill whole tokens already.
     """

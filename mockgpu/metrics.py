@@ -48,7 +48,7 @@ FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 class GroupMetrics:
-    """Metrics of a mock engine that its scheduler does not count: latencies, finish reasons."""
+    """The metrics that a mock engine's scheduler does not count: latencies and finish reasons."""
 
     def __init__(self, model_name: str, rank: int = 0) -> None:
         self.labels = f'model_name="{model_name}",engine="{rank}"'

@@ -147,7 +147,7 @@ def is_generated(tokens: bytes) -> bool:
 
 
 def variation(seed: int | None, choice: int) -> int:
-    """Return a number that makes the answers to the same prompt differ.
+    """Return a number that selects one of the possible answers to the same prompt.
 
     It depends on the request's seed, and on the number of the choice if a request has several. It
     is 0 for the first choice of a request without a seed.

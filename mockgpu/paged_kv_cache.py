@@ -65,7 +65,7 @@ class BlockPool:
         return 1 - self.free / self.total
 
     def count_hits(self, keys: Sequence[int], limit: int) -> int:
-        """Return how many blocks of a prompt are cached, from the first to the first missing one.
+        """Return the number of cached blocks of a prompt before the first missing one.
 
         keys  keys of the prompt's blocks; at most the first `limit` are looked up
         """
@@ -76,7 +76,7 @@ class BlockPool:
         return min(limit, len(keys))
 
     def count_free_hits(self, keys: Sequence[int], hits: int) -> int:
-        """Return how many of the first `hits` cached blocks of a prompt no request is using now.
+        """Return how many of a prompt's first `hits` blocks, all cached, are used by no request.
 
         Such blocks count as free. If a request uses them, the number of free blocks falls by the
         result.
@@ -84,8 +84,7 @@ class BlockPool:
         return sum(self._references[self._by_key[keys[i]]] == 0 for i in range(hits))
 
     def acquire_cached(self, keys: Sequence[int], hits: int) -> list[int]:
-        """Use the cached KV blocks of the first `hits` keys for one more request, and return their
-        numbers.
+        """Use the cached blocks of the first `hits` keys for a request, and return their numbers.
 
         All of these keys must be cached.
         """
@@ -168,8 +167,7 @@ class BlockPool:
                 del stale[block]
 
     def register(self, block: int, key: int) -> bool:
-        """Make a full KV block available to later prompts, by adding it to the prefix cache under
-        `key`.
+        """Add a full KV block to the prefix cache under `key`, so that later prompts can use it.
 
         Returns whether it was added. If another block with the same key is cached already, that
         block stays, and the result is False.

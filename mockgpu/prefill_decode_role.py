@@ -1,4 +1,4 @@
-"""PdRole: all that a mock engine needs for split requests: KV memory, transfer agent and protocol.
+"""PdRole: what a mock engine needs for split requests: KV memory, transfer agent and protocol.
 
 When the engine loses a GPU, all of it stops. When the GPU returns, the role starts with a new
 identity, a new agent and no offers of KV, like a restarted engine.
@@ -179,7 +179,7 @@ class PdRole:
         self.agent = None
 
     async def wait_applied(self) -> None:
-        """Wait until this role has stopped or restarted after the last loss or return of a GPU."""
+        """Wait until the latest loss or return of a GPU has stopped or restarted this role."""
         while self._change_task is not None and not self._change_task.done():
             await asyncio.wait((self._change_task,))
 
@@ -193,8 +193,7 @@ class PdRole:
     def read(
         self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str
     ) -> ParsedHandoff:
-        """Find out from a request's fields whether it is a prefill or a decode half, or a whole
-        request.
+        """Decide whether a request is a prefill half, a decode half or whole, from its fields.
 
         Raises ApiError if the real engine would refuse them. Raises MalformedHandoffError for
         malformed fields. They are counted, and stop this engine if they would crash the real one.
@@ -223,7 +222,7 @@ class PdRole:
         self._relay.set(fault)
 
     def set_url(self, url: str) -> None:
-        """Set the URL of the engine's HTTP server, which other engines get to know."""
+        """Set the URL of the engine's HTTP server that other engines learn."""
         self.identity = msgspec.structs.replace(self.identity, url=url)
 
     def startup_members(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ WAITING_WEIGHT = 4
 class RankBalancer:
     """Chooses ranks by counts of requests that are up to STATISTICS_S seconds old.
 
-    Ranks with equal scores take turns. Otherwise an idle engine would send all requests to its
+    Ranks with equal scores take turns. Otherwise all requests to an idle engine would go to its
     first rank.
     """
 

@@ -48,7 +48,7 @@ class SteppingRank(Protocol):
 
 
 class StepTimer:
-    """Runs the steps of an engine, each of which all of its ranks begin and end together.
+    """Runs the steps of an engine. All ranks of the engine begin and end each step together.
 
     A rank without work computes a dummy batch.
 

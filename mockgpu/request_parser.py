@@ -171,7 +171,7 @@ class RequestBody(msgspec.Struct, frozen=True):
 
 
 class ParsedHandoff(msgspec.Struct, frozen=True):
-    """What the fields of a request say about KV that another engine has, or will fetch.
+    """What the fields of a request say about KV to fetch from another engine or keep for one.
 
     leg        which half of a split request it is; None: it is a whole request
     prompt     the prompt as tokens, if the other engine has already rendered it
@@ -294,8 +294,8 @@ def parse_request(
 
     context       maximum number of tokens of a prompt and its answer together
     reading       the parsed handoff fields
-    may_end_from  token limit from which on an answer may end before its limit; None: every answer
-                  reaches its limit
+    may_end_from  lowest token limit (max_tokens) of a request at which its answer may end earlier;
+                  None: every answer reaches its limit
     answer_noise  fraction of prompts whose answers differ from those of other engines
 
     Raises ApiError if the request is invalid.
@@ -371,7 +371,7 @@ def _all_prompts(body: RequestBody, chat: bool) -> list[bytes]:
 
 
 def chat_prompt(body: RequestBody) -> bytes:
-    """Return the rendered prompt of a chat as tokens.
+    """Return the tokens of a chat, rendered as a prompt.
 
     Raises ApiError if a message is invalid.
     """

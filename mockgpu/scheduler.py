@@ -104,7 +104,7 @@ class Job:
 
     @property
     def known_tokens(self) -> int:
-        """Return how many tokens a prefill of this job must compute.
+        """Return the number of tokens that a prefill of this job must compute.
 
         They are those of the prompt. If the job was preempted, its output so far is computed again.
         """
@@ -218,7 +218,7 @@ class Scheduler:
 
     @property
     def kept_blocks(self) -> int:
-        """Return how many KV blocks of ended jobs are kept, because they are still read."""
+        """Return the number of KV blocks of ended jobs that are kept, because they are in use."""
         return sum(map(len, self.kept.values()))
 
     def fits(self, job: Job) -> bool:
@@ -263,8 +263,7 @@ class Scheduler:
         job.state = JobState.DONE
 
     def to_fetch(self) -> list[Job]:
-        """Return the jobs that have got blocks since the last call, and whose KV comes from
-        elsewhere.
+        """Return the jobs with KV from elsewhere that have got blocks since the last call.
 
         A job in the state FETCHING waits for `on_landed()`, `on_restored()` or `recompute()`. The
         KV of the other jobs is already cached here.
@@ -356,7 +355,7 @@ class Scheduler:
         return StepOutcome(first_token_jobs, decoded, ended)
 
     def decode_only_steps(self, most: int) -> int:
-        """Return for how many steps, from the planned one on, nothing but decoding will happen.
+        """Return the number of steps, from the planned one on, in which jobs only decode.
 
         At most `most` steps are considered. No sequence ends or is preempted in them. Call this
         after `step()` has planned a step without prompts. `advance()` can then run that many steps

@@ -1,4 +1,4 @@
-"""What a request to a mock engine means for KV, if it is one half (leg) of a split request.
+"""What one half (leg) of a split request requires of a mock engine: to offer KV or to fetch it.
 
 A prefill leg offers KV to another engine, and a decode leg fetches KV from one. These types are the
 same for the protocols of all engines; each protocol has its own wire format.

@@ -100,7 +100,7 @@ class GroupSpec(RankedEngine, msgspec.Struct, frozen=True):
     generation_log: str | None = None
 
     def times(self) -> LockstepTimes:
-        """Return what computes the durations of steps, of one rank or of several together."""
+        """Return the object that computes step durations, of one rank or of several together."""
         options = (self.profile, self.max_num_batched_tokens, self.ep_skew)
         if self.shares_experts and self.is_lockstep:
             return shared_experts_for(self.model, self.gpu, self.layout, *options)
@@ -109,9 +109,10 @@ class GroupSpec(RankedEngine, msgspec.Struct, frozen=True):
 
     @property
     def capacity_tokens(self) -> int:
-        """Return how many tokens fit into the KV cache, of one rank if requests can address ranks.
+        """Return the number of tokens that fit into the KV cache of the engine, or of each rank.
 
-        Raises ValueError if the weights do not fit in GPU memory.
+        Each rank counts separately if requests can address ranks. Raises ValueError if the weights
+        do not fit.
         """
         tokens = self.kv_tokens
         if tokens is None:
@@ -216,7 +217,7 @@ class TpGroup:
 
     @property
     def reads_tokens(self) -> bool:
-        """Return whether jobs must have their tokens, for KV events or a KV store."""
+        """Return whether each job must have its tokens, for KV events or a KV store."""
         return self.kv_events is not None or self.kv_store is not None
 
     @property
@@ -224,7 +225,7 @@ class TpGroup:
         return len(self._live)
 
     def submit(self, job: Job, sink: TokenSink, reason: str) -> None:
-        """Submit a job. Its tokens go to `sink`, and its finish reason will be `reason`.
+        """Submit a job. Its tokens go to `sink`; at its end, its finish reason is `reason`.
 
         Raises ApiError 500 if the engine is dead, and 503 if its queue is full.
         """
@@ -249,7 +250,7 @@ class TpGroup:
             self._enter(job)
 
     def mark_fault(self, job: Job, fault: InjectedFault) -> None:
-        """Mark a job for a fault that will affect its KV, or the engine while the job runs."""
+        """Mark a job whose KV this fault will damage, or during which it will stop the engine."""
         if self._kill_faults is None:
             self._kill_faults = KillFaults(self, self._loop)
         self._kill_faults.mark(job, fault)
@@ -275,8 +276,7 @@ class TpGroup:
         self.wake()
 
     def fail_rank(self, rank: int, hang: bool = False) -> None:
-        """Simulate the loss of a GPU: all jobs fail. With `hang`, they stop without an error
-        instead.
+        """Simulate the loss of a GPU: all jobs fail, or with `hang` stop without an error.
 
         Data-parallel ranks in lockstep fail together, because each waits for the others.
         """
@@ -332,7 +332,7 @@ class TpGroup:
             live.sink.on_failure(ApiError(500, reason))
 
     def on_blocks_taken(self, job: Job, end: TransferOutcome) -> None:
-        """End a prefill job that sends its response only after its KV was fetched.
+        """End a prefill job whose response had to wait until its KV was fetched.
 
         If the transfer failed, the job fails.
         """
@@ -386,7 +386,7 @@ class TpGroup:
         return plan
 
     def on_step_timed(self, plan: StepPlan, step_s: float) -> None:
-        """Pass the duration of the step that begins now to faults that occur within a step."""
+        """Inform faults that occur within a step of the duration of the step that begins now."""
         if self._kill_faults is not None:
             self._kill_faults.on_step_planned(plan, step_s)
 

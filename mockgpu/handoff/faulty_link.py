@@ -71,7 +71,7 @@ class FaultyRelay:
 class RelayConnection(asyncio.Protocol):
     """One of the two connections of a relayed TCP stream; `other` is the opposite connection.
 
-    `dial` opens the opposite connection. It is set only on a connection that a peer opened.
+    dial  function that opens the opposite connection; set only if a peer opened this one
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from mockgpu.split_legs import OfferedKv, PrefillLeg
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):
-    """What the other engine of a split request gets to know about this engine.
+    """What the other engine of a split request learns about this engine.
 
     generation  how many times the engine has registered its KV memory; a restart adds one
     version     version of the engine, such as (0, 33)
@@ -66,8 +66,7 @@ class EngineDialect(Protocol):
         request_id: str,
         identity: EngineIdentity,
     ) -> ParsedHandoff:
-        """Find out from a request's fields whether it is a prefill or a decode half, or a whole
-        request.
+        """Decide whether a request is a prefill half, a decode half or whole, from its fields.
 
         raw       the request's body as bytes
         body      the request's parsed fields
@@ -85,10 +84,9 @@ class EngineDialect(Protocol):
         offered: OfferedKv | None,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return the protocol's fields at the top level of a prefill response, for the decode
-        engine.
+        """Return the fields that the protocol adds to the top level of a prefill response.
 
-        `offered` describes the KV that the decode engine may fetch; None: the engine keeps no KV.
+        offered  the KV that the decode engine may fetch; None: the engine keeps no KV
         """
         ...
 
@@ -99,11 +97,9 @@ class EngineDialect(Protocol):
         first: bytes,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return the protocol's fields in the choice object of a prefill response, for the decode
-        engine.
+        """Return the fields that the protocol adds to the choice object of a prefill response.
 
-        offered  description of the KV that the decode engine may fetch; None: the engine keeps no
-                 KV
+        offered  the KV that the decode engine may fetch; None: the engine keeps no KV
         first    the tokens that the prefill engine generated
         """
         ...

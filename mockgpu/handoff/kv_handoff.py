@@ -1,9 +1,9 @@
 """KvHandoff: passes the KV of split requests from one mock engine to another.
 
-After a prefill, the engine offers the KV: it keeps it until another engine has fetched it. For a
-decode job, it fetches the KV. The library kvtransfer moves the bytes. A job's leg says which of the
-two is needed (mockgpu/split_legs.py). The scheduler owns the KV blocks. All code runs on the event
-loop.
+After a prefill, the engine offers the KV: it stays in memory until another engine has fetched it.
+For a decode job, the engine fetches the KV. A job's leg (mockgpu/split_legs.py) says which of the
+two is needed. The library kvtransfer moves the bytes. The scheduler owns the KV blocks. All code
+runs on the event loop.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class HandoffOwner(Protocol):
         ...
 
     def on_blocks_taken(self, job: Job, end: TransferOutcome) -> None:
-        """End a prefill job that sends its response only after its KV was fetched."""
+        """End a prefill job whose response had to wait until its KV was fetched."""
         ...
 
 
 class PeerDirectory(Protocol):
-    """The interface by which KvHandoff finds out from where to fetch the KV of a split request."""
+    """The interface by which KvHandoff finds the engine that has the KV of a split request."""
 
     async def address(self, leg: DecodeLeg) -> str:
         """Return the address from which to fetch the KV of a split request.
@@ -124,7 +124,7 @@ class KvHandoff:
         yield f"mock:kv_unclaimed_seconds_total{{{labels}}} {stats['unclaimed_s']}"
 
     def is_sending(self, job: Job) -> bool | None:
-        """Return whether an engine is fetching this job's KV; None: it is no longer offered."""
+        """Return whether an engine is fetching this job's KV; None: the KV is no longer offered."""
         if job not in self._offers:
             return None
         leases = self.agent.stats()["leases"]
@@ -165,9 +165,9 @@ class KvHandoff:
         return offer.ticket if offer is not None and offer.renew(self._lease_s * 2 / 3) else None
 
     def on_queued(self, job: Job) -> None:
-        """Begin to remind the prefill engine to keep the KV of a decode job that is queued here.
+        """Remind the prefill engine regularly to keep the KV of a decode job that is queued here.
 
-        The job may wait so long for free blocks that the prefill engine would free the KV before.
+        The job may wait so long for free blocks that the KV would otherwise be freed before.
         """
         if isinstance(job.leg, DecodeLeg) and job.leg.renew and not job.leg.is_parked:
             # Renew six times per lease, as often as vLLM sends heartbeats.
@@ -195,7 +195,7 @@ class KvHandoff:
     def fetch(self, job: Job) -> None:
         """Start to fetch the KV of a job that the scheduler has given blocks.
 
-        If all of the KV is already cached here, the sender is only notified that it can free it.
+        If all of the KV is already cached here, the prefill engine is only notified to free it.
         """
         leg = job.leg
         assert isinstance(leg, DecodeLeg)
@@ -345,8 +345,7 @@ class KvHandoff:
 
 
 def unreachable_outcome(detail: str) -> TransferOutcome:
-    """Return how a KV transfer ended that could not start, because the other engine was not
-    reached.
+    """Return the outcome of a KV transfer that could not start, as its peer was unreachable.
 
     `detail` is the reason.
     """

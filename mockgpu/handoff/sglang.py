@@ -48,11 +48,10 @@ class SglangDialect:
         request_id: str,
         identity: EngineIdentity,
     ) -> ParsedHandoff:
-        """Find out which half of a split request this is, and under which number the KV is passed
-        on.
+        """Decide which half of a split request this is, and under which number its KV is passed on.
 
-        The role of this engine decides whether it prefills or decodes, because both get the same
-        body.
+        Both engines get the same body, so the role of this engine decides whether it prefills or
+        decodes.
         """
         for field in ("kv_transfer_params", "disaggregated_params"):
             if getattr(body, field) is not None:

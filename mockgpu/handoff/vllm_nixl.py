@@ -107,11 +107,10 @@ def checked_object(body: RequestBody) -> dict[str, Any] | None:
 
 
 def prefill_leg(request_id: str, identity: EngineIdentity) -> PrefillLeg:
-    """Return what a prefill request in pull mode means: keep the KV until a decode engine has read
-    it.
+    """Return the leg of a prefill request in pull mode: keep the KV until it has been read.
 
-    It is kept for a limited time, which the decode engine can extend. Old versions of vLLM keep the
-    KV for a fixed time instead.
+    The KV is kept for a limited time, which the decode engine can extend. Old versions of vLLM keep
+    the KV for a fixed time instead.
     """
     leases = identity.version >= LEASES_SINCE
     return PrefillLeg(
@@ -153,7 +152,7 @@ def _cached_tokens(params: dict[str, Any]) -> int | None:
 
 
 def given_prompt(params: dict[str, Any], body: RequestBody) -> bytes | None:
-    """Return the prompt's tokens if the handoff object has their ids; None: it has none.
+    """Return the prompt's tokens from the ids in the handoff object; None: it has no ids.
 
     Only chats without `echo` use them. Raises ApiError 400 if the field is not a list of token ids.
     """

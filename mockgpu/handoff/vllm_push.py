@@ -44,8 +44,7 @@ class VllmPushDialect:
         request_id: str,
         identity: EngineIdentity,
     ) -> ParsedHandoff:
-        """Find out from a request's fields whether it is a prefill or a decode half, or a whole
-        request.
+        """Decide whether a request is a prefill half, a decode half or whole, from its fields.
 
         The two halves have the same X-Request-Id.
         """

@@ -1,6 +1,6 @@
-"""Runs responses of the Responses API in the background: clients poll, follow or cancel them.
+"""Generates responses of the Responses API in the background: clients poll, follow or cancel them.
 
-A run records the events of the response's stream. A client may read them at any time, from any
+The events of each response's stream are recorded. A client may read them at any time, from any
 sequence number on. The behaviour is vLLM's.
 """
 
@@ -57,7 +57,7 @@ class BackgroundRun:
         self._changed.set()
 
     def cancel(self) -> dict[str, Any]:
-        """Stop the generation and return the response. Raises ApiError if it does not run."""
+        """Stop the generation, return the response. Raises ApiError if the response has ended."""
         if not self.is_running:
             raise ApiError(400, "Cannot cancel a synchronous response.", "response_id")
         if self._task is not None:

@@ -85,9 +85,9 @@ def chat_tool(tool: Mapping[str, Any], schema: str) -> dict[str, Any]:
 
 
 def join_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge messages that are only a tool call into the assistant message before them.
+    """Return the messages, with each tool call moved into the assistant message before it.
 
-    Returns the new list of messages. In the chat API a tool call is part of a message.
+    In the chat API, a tool call is part of a message, not a message of its own.
     """
     joined: list[dict[str, Any]] = []
     for message in messages:

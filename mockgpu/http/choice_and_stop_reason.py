@@ -81,7 +81,7 @@ class Choice(msgspec.Struct, eq=False):
     def states(self, start: int, end: int) -> Words:
         """Return the simulated KV of tokens [start, end) of the prompt and answer.
 
-        It has one 64-bit word per token. mockgpu/kv_bytes.py explains the words.
+        There is one 64-bit word per token. mockgpu/kv_bytes.py explains the words.
         """
         from mockgpu.kv_bytes import token_states
 
@@ -115,7 +115,7 @@ class Choice(msgspec.Struct, eq=False):
             self.describe_job()
 
     def describe_job(self) -> None:
-        """Give the job the tokens and the cache salt that KV events must contain."""
+        """Set the job's tokens and cache salt, which KV events must contain."""
         self.job.tokens, self.job.salt = self.prompt + self.tokens, self.salt
 
 

@@ -32,8 +32,7 @@ class FaultRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RenewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /mock/renew, by which a decode engine asks a prefill engine to keep KV
-    longer.
+    """The body of POST /mock/renew, with which a decode engine asks for KV to be kept longer.
 
     It names the KV, and has the ticket (permission to fetch it). Real engines use a separate
     connection for this.

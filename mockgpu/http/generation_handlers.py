@@ -79,8 +79,7 @@ if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's
 
 
 class GenerationHandlers:
-    """The HTTP handlers of one mock engine for requests that cost it time: chats, embeddings,
-    audio.
+    """The HTTP handlers of one mock engine for requests that it computes: chats, embeddings, audio.
 
     `formats` maps the path of an API with named stream events (Messages, Responses) to its
     converter.

@@ -47,7 +47,7 @@ def reset_now(request: web.Request) -> NoReturn:
 
 
 async def break_whole(request: web.Request, body: bytes, kind: FaultKind) -> NoReturn:
-    """Send an incomplete response, then break the connection in the way that `kind` specifies.
+    """Send a part of a response, then break the connection in the way that `kind` specifies.
 
     request  the request to respond to
     body     the complete body; depending on the fault, none or half of it is sent after the headers

@@ -1,4 +1,4 @@
-"""HTTP routes of a mock engine about its KV events: where they are published, and cached blocks.
+"""HTTP routes of a mock engine that say where its KV events are published and what is cached.
 
 KV events are messages that report which blocks enter and leave the engine's prefix cache.
 """

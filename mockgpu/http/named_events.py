@@ -36,7 +36,7 @@ class EventChunks(Protocol):
 
 
 class NamedEventFormat(Protocol):
-    """The interface of an API whose requests are served as chats: it converts in both ways."""
+    """The interface of an API whose requests are served as chats; converts in both directions."""
 
     prefix: str
     """Prefix of the ids of its answers."""

@@ -47,9 +47,9 @@ def usage(parsed: ParsedRequest, output_tokens: int, cached: int | None) -> dict
 
 
 def cached_tokens(choices: list[Choice], n: int) -> int:
-    """Return how many prompt tokens of a request were found in the prefix cache.
+    """Return the number of prompt tokens of a request that were found in the prefix cache.
 
-    Each prompt has `n` consecutive choices. Only the first of them is counted.
+    Each prompt has `n` consecutive choices. Only the first choice of a prompt is counted.
     """
     return sum(max(0, choice.job.cached) for choice in choices[::n])
 
@@ -67,7 +67,7 @@ def _chat_logprobs(parsed: ParsedRequest, tokens: bytes) -> dict[str, Any] | Non
 
 
 def token_logprobs(parsed: ParsedRequest, tokens: bytes) -> list[dict[str, Any]]:
-    """Return the log probabilities of tokens; they are empty if the client requests none."""
+    """Return the log probabilities of tokens; empty if the client did not request them."""
     content: list[dict[str, Any]] = []
     if not parsed.wants_logprobs:
         return content
@@ -185,7 +185,7 @@ def _call_id(parsed: ParsedRequest, choice: Choice) -> str:
 
 
 class StreamChunks:
-    """Builds the events of one choice (sequence) of a streamed answer, as HTTP chunks."""
+    """Builds the HTTP chunks with the stream events of one choice of an answer."""
 
     __slots__ = (
         "_choice",

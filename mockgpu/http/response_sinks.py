@@ -44,7 +44,7 @@ class PendingResponse:
 
 
 class TokenEvents(Protocol):
-    """The interface by which a sink gets the stream events of each token, in the API's format."""
+    """The interface that returns the stream events of each token, in the format of one API."""
 
     def next(self, cached: int | None) -> bytes:
         """Return the HTTP chunks that carry the next token.

@@ -21,8 +21,7 @@ _NO_STORE = (
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """A response of the Responses API, with its conversation, so that a later request can continue
-    it.
+    """A response of the Responses API, and the conversation that a later request can continue.
 
     The conversation ends with the response. It leaves out the request's instructions.
     """
@@ -42,9 +41,9 @@ class ResponsesStore:
         self._runs: dict[str, BackgroundRun] = {}
 
     def check(self, members: Mapping[str, Any]) -> None:
-        """Raise ApiError if the request needs a stored response, but storing is off.
+        """Raise ApiError if a request in the background will not be stored.
 
-        Only a request in the background needs one, because clients fetch its result later.
+        Clients fetch its result later, so storing must be on, and the request must not forbid it.
         """
         if members.get("background") and not members.get("store", True):
             text = "background can only be used when `store` is true"
@@ -62,9 +61,7 @@ class ResponsesStore:
         return () if previous is None else self.find(str(previous)).messages
 
     def keep(self, members: Mapping[str, Any], stored: StoredResponse) -> None:
-        """Store a response under its id, unless storing is off or the request has `store:
-        false`.
-        """
+        """Store a response, unless storing is off or the request has `store: false`."""
         if not self.is_enabled or members.get("store", True) is False:
             return
         while len(self._responses) >= MAX_RESPONSES:
@@ -79,7 +76,7 @@ class ResponsesStore:
         self._runs[stored.response["id"]] = run
 
     def run_of(self, response_id: str) -> BackgroundRun | None:
-        """Return the run of a stored response; None if it was not generated in the background.
+        """Return the BackgroundRun that generated a response; None if it was not in the background.
 
         Raises ApiError 404 if no response with this id is stored.
         """

@@ -132,8 +132,8 @@ class MockServer:
     async def stored_response(self, request: web.Request) -> web.StreamResponse:
         """Serve GET /v1/responses/{id}: the stored response with this id.
 
-        The query `stream=true` asks for the events of a response in the background, from the one
-        behind `starting_after` on.
+        With the query `stream=true`, the result is the stream of a background response. It begins
+        after event number `starting_after`.
         """
         response_id = request.match_info["id"]
         run = self._stored.run_of(response_id)
@@ -186,9 +186,7 @@ class MockServer:
         return json_answer(pooling.detokenize(await request.read()))
 
     async def health(self, _: web.Request) -> web.Response:
-        """Serve GET /health: status 503 if the engine is dead, otherwise 200, even if the
-        engine hangs.
-        """
+        """Serve GET /health: status 503 if the engine is dead, otherwise 200, even if it hangs."""
         return web.Response(status=503 if self.group.is_dead and not self.group.is_hanging else 200)
 
     async def load(self, _: web.Request) -> web.Response:

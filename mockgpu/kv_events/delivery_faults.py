@@ -38,7 +38,7 @@ class FaultyDelivery:
         return ready
 
     def deliver(self, message: Message, now: float) -> list[Message]:
-        """Return the messages to send now in place of `message`: none, it, or several.
+        """Return the messages to send now when `message` is due: none, one, or several.
 
         A lost or late message gives an empty list. A message that was held back to change the order
         follows the next one.

@@ -90,11 +90,10 @@ class KvEventStream:
         return bool(self._events) or self._run is not None
 
     def hash_of(self, key: int) -> int:
-        """Return the hash by which KV events name a block, from the block's key in the prefix
-        cache.
+        """Return the hash by which KV events name a block.
 
-        The key is an unsigned number of 64 bits. It is also the hash, except for SGLang, where
-        hashes are signed.
+        The block's key in the prefix cache is an unsigned number of 64 bits. It is also the hash,
+        except for SGLang, where hashes are signed.
         """
         return key - (1 << 64) if self._spec.form == "sglang" and key >> 63 else key
 

@@ -1,5 +1,4 @@
-"""Computes the times of many engine steps that only decode at once, so that a simulation skips
-them.
+"""Computes the times of many consecutive decode-only steps at once, so that simulations skip them.
 
 Each step reads one more token of KV per sequence, so step times grow almost linearly. A parabola
 through three step times gives all others. `Scheduler.decode_only_steps()` returns how many steps
@@ -64,7 +63,7 @@ class DecodeRun:
         return self._base + self._slope * step + self._bend * step * step
 
     def completed_by(self, seconds: float) -> int:
-        """Return how many steps have ended `seconds` seconds after the start of the run.
+        """Return the number of steps that have ended `seconds` seconds after the start of the run.
 
         The last step is never counted.
         """

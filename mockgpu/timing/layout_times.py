@@ -32,7 +32,7 @@ def rank_model(model: Llm, layout: Layout) -> Llm:
     """Return the model with only the weights that one group of `tp` GPUs reads in a step.
 
     If the experts are spread over more ranks (EP) than TP has, the TP group reads only some of
-    them. The result then has no measured step times, because those are of the whole model.
+    them. The result then has no measured step times, because measurements are of the whole model.
     """
     if layout.ep <= layout.tp:
         return model
@@ -123,7 +123,7 @@ class LayoutTimes:
         return seconds + travel_s(self._model, self._gpu, self._layout, tokens, self._skew)
 
     def experts_s(self, parts: StepTimeParts) -> float:
-        """Return how long one rank computes its experts in a step.
+        """Return the seconds in which one rank computes its experts in a step.
 
         `parts` are the parts of the whole step's duration.
         """
@@ -133,7 +133,7 @@ class LayoutTimes:
 
 
 class LockstepTimes(Protocol):
-    """The interface to durations of steps that data-parallel ranks begin and end together."""
+    """The interface to the durations of steps that data-parallel ranks begin and end together."""
 
     def step_s(self, works: Sequence[StepWork]) -> float:
         """Return the duration in seconds of one joint step.

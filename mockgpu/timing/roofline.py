@@ -104,11 +104,7 @@ class StepTimeParts(NamedTuple):
 
 
 class Correction(Protocol):
-    """The interface to factors by which computed step times are multiplied, because real ones
-    differ.
-
-    A factor is measured time / computed time.
-    """
+    """The interface to correction factors for step times, each measured time / computed time."""
 
     def prefill(self, tokens: int) -> float:
         """Return the correction factor for a prefill-only step of `tokens` prompt tokens."""
