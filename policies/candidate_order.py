@@ -201,8 +201,8 @@ class CandidateOrder:
     def build(self, query: RoutingQuery) -> Iterator[None]:
         """Sort all candidates, and yield after each of them, so that a caller can pause.
 
-        The first pick does so at once, unless this was called before. `query` only has the time and
-        a random number generator. Loads that change meanwhile are ranked again at the first pick.
+        Without this call, the first pick sorts all candidates without a pause. `query` only has the
+        time and a random generator. Loads that change meanwhile are ranked again at the first pick.
         """
         self._count = self._changes.count
         for candidate in self._candidates:

@@ -431,9 +431,9 @@ def drift_state(pool: str, live: DriftWatch) -> DriftState:
 def restore_drift(live: DriftWatch, state: DriftState) -> bool:
     """Continue the unfinished window of a drift watch after a restart.
 
-    Returns whether this was possible. It is not if the watch now compares with other shares, or has
-    other bins. Prompt blocks are not saved, so the share of uncached prompts is compared only after
-    some time.
+    Returns False, and changes nothing, if the watch now compares with other shares or has other
+    bins. Prompt blocks are not saved, so the share of uncached prompts is compared only after some
+    time.
     """
     own = {name: list(shares) for name, shares in live._sized_for.items()}
     sizes = {name: len(counts) for name, counts in state.counts.items()}

@@ -123,9 +123,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     @property
     def is_lockstep(self) -> bool:
-        """Return whether it is a rank of an engine whose steps end with those of all other ranks.
+        """Return whether the endpoint is a rank whose steps end together with all other ranks'.
 
-        That is so if the experts of its model are spread over the ranks: every layer waits for all.
+        They do if the experts of its model are spread over the ranks: each layer waits for all.
         """
         return self.rank is not None and self.layout.ep > self.layout.tp
 
@@ -261,8 +261,8 @@ class RoutingQuery(msgspec.Struct, frozen=True):
     fingerprint       hashes of the prompt's prefixes, one per block; None: no policy reads them
     can_return        whether a client may retry this pool after a refusal. False if the pool is
                       only the fallback of another one
-    computes_tokens   whether an engine computes tokens for the request. False for such as
-                      /tokenize, which show no speed
+    computes_tokens   whether an engine computes tokens for the request. False for requests such as
+                      /tokenize, whose times do not show the engine's speed
     rng               random generator; filters and scorers do not use it
     """
 

@@ -38,8 +38,8 @@ class DrainRate:
     def per_s(self, now: float) -> float | None:
         """Return the amount of work completed per second around `now`, or None if unknown.
 
-        The decayed sum is divided by the decayed length of the measurement, so that it is correct
-        from the first seconds on. The first completion only starts the measurement.
+        The rate is correct from the first seconds on, because both the work and the measured time
+        decay. The first completion only starts the measurement.
         """
         if self._began is None:
             return None

@@ -88,8 +88,8 @@ class TenantCounters:
     def advance_to(self, counter: float) -> None:
         """Record that a tenant whose counter is `counter` is served now.
 
-        It is the lowest counter of all tenants with waiting requests. The pool's virtual time,
-        `floor`, rises to it, so that tenants without past usage start there.
+        `counter` is the lowest of all tenants with waiting requests. The pool's virtual time,
+        `floor`, rises to that counter, and tenants without past usage start there.
         """
         self.floor = max(self.floor, counter)
 

@@ -77,8 +77,8 @@ class PricedAdmissionParams(AdmissionParams, frozen=True):
 
     full_load      the pool counts as overloaded if more work is requested than this multiple of its
                    capacity
-    overload       multiple from which the pool counts as fully overloaded; in between, the limits
-                   change gradually
+    overload       multiple from which the pool counts as fully overloaded; between full_load and
+                   overload, the limits change gradually
     burst_share    without overload, admission is free while the mean queue is shorter than this
                    share of the TTFT budget
     queue_share    the same share in a fully overloaded pool

@@ -92,19 +92,19 @@ class ReturnSchedule:
         return self._times.share
 
     def seconds_early(self, key: Key | None, now: float) -> float | None:
-        """Return by how many seconds a retry comes before the time that its client was given.
+        """Return how many seconds too early a retry comes, before its scheduled time.
 
-        Returns None if it is on time, or if no retry of this request was scheduled. Also returns
-        None for a short prompt, which cannot be recognised with certainty (see `request_key`).
+        Returns None if the retry is on time, or if none was scheduled for this request. Also
+        returns None for a short prompt, which cannot be recognised with certainty (`request_key`).
         """
         due = self._due.get(key) if key is not None and key[0] >= 0 else None
         return due[0] - now if due and due[0] - now > self._times.early_s else None
 
     def is_due(self, key: Key | None, now: float) -> bool:
-        """Return whether this request was refused before and given about this time for its retry.
+        """Return whether a request that was refused before now retries at its scheduled time.
 
         key  identifies the request (`request_key`)
-        now  the time in seconds; it may differ from the given one by early_s or late_s
+        now  time in seconds, at most early_s before or late_s after the scheduled time
         """
         times = self._times
         due = self._due.get(key) if key is not None else None

@@ -301,7 +301,7 @@ class WaitQueue(Generic[T]):
         self.on_ended(request, outcome)
 
     def free_place(self, now: float) -> bool:
-        """Take back the permit of a request that has ended; return whether others wait for one.
+        """Take back the permit of a request that has ended; return whether any request waits.
 
         The caller must report the request's outcome separately, with `on_ended`.
         """

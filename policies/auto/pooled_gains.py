@@ -1,8 +1,8 @@
-"""Pools the gains of each routing policy that several comparisons found.
+"""Averages the gain of each routing policy over several comparisons of policies.
 
 One comparison of a few minutes often has an error as large as the gain. Each request is counted in
 only one comparison, so comparisons are independent samples. They are divided into blocks of
-consecutive requests, which can be pooled. Old ones count less, because traffic changes.
+consecutive requests, which can be pooled. Old blocks count less, because traffic changes.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Comparison(msgspec.Struct, frozen=True):
 class PooledGains:
     """Collects what several comparisons of routing policies found, to average over them.
 
-    One comparison of a few minutes of traffic is too noisy. It counts only comparisons made since
-    the current policy has been in use.
+    One comparison of a few minutes of traffic is too noisy. Comparisons from before the last change
+    of the current policy do not count.
 
-    until_s  Unix time before which the compared requests arrived; 0: no comparisons yet
+    until_s  Unix time before which all compared requests arrived; 0: no comparisons yet
     """
 
     def __init__(self) -> None:

@@ -37,16 +37,16 @@ class EngineLoad:
     The forecast, which load_forecast.py and engine_model_updates.py write at every event of a
     request. Its fields are plain floats, so that a scorer is fast:
 
-    prefill_done_at             policy clock when all waiting prompts should be computed; not in the
-                                future if none is waiting
-    next_first_token_at         policy clock when the next first token is expected; inf: none is
+    prefill_done_at             time (policy clock) by which all waiting prompts should be computed;
+                                not in the future if none is waiting
+    next_first_token_at         time at which the next first token is expected; inf: none is
     prefill_s_per_token         seconds per additional uncached prompt token, including its share of
                                 the step overhead
     attention_s_per_pair        seconds per (prompt token x context token) of prefill attention
     fixed_ttft_s                seconds that every request takes: API latency, the rest of the
                                 current decode step, and the overhead of one step
-    decode_s_per_token          seconds per output token at the present load: a decode step plus the
-                                prefill steps in between
+    decode_s_per_token          seconds per output token at the present load: a decode step, plus
+                                the prefill steps between two decode steps
     decode_s_per_sequence       increase of decode_s_per_token per additional sequence in the batch
     decode_s_per_context_token  increase of decode_s_per_token per additional context token in the
                                 batch

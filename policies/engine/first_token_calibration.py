@@ -4,9 +4,9 @@ StepSpan sums up the engine steps in this time, as scheduler_model.py predicts t
 compares the prediction with the real time, and chooses the correction factor to update
 (step_time.py).
 
-If a prompt had to wait for KV memory in between, the time is less informative, because the length
-of the wait is not known exactly. A wait only makes the time longer. So of several such spans a
-short one is used, with less weight.
+If a prompt had to wait for KV memory during this time, the time is less informative, because the
+length of the wait is not known exactly. A wait only makes the time longer. So of several spans with
+a wait, a short one is used, with less weight.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class PrefillLesson(NamedTuple):
 class StepSpan:
     """The predicted work of an engine's steps since its real state was last observed.
 
-    A first token shows when the step that computed its prompt ended. The real time between two of
-    them is compared with the work that was predicted for the steps in between. This corrects the
-    engine's learned speed.
+    A first token shows when the step that computed its prompt ended. The real time between two
+    first tokens is compared with the work that was predicted for the steps of that time. This
+    corrects the engine's learned speed.
 
     anchor           when the steps began: at a first token. If `entered` is set: at the end of the
                      decode step during which a prompt entered
@@ -156,10 +156,10 @@ class StepSpan:
 
 
 def is_due(span: StepSpan, load: EngineLoad, now: float) -> bool:
-    """Return whether a learned speed should be corrected now by the steps of a span.
+    """Return whether the learned speed should be corrected now, by the duration of a span's steps.
 
-    It should once their duration tells more than is known already, and at the latest after LEARN_S
-    seconds. A short first step is used alone, because it shows the API latency best.
+    The duration must be more certain than the learned speed, or LEARN_S seconds must have passed. A
+    short first step is used alone, because it shows the API latency best.
 
     span  the engine's steps since the last correction
     load  the engine's load, with its learned speed

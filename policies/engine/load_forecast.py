@@ -36,9 +36,9 @@ def predict_tpot_s(
     output_tokens  expected tokens of its answer
     first_s        seconds until its first token
 
-    `decode_s_per_token` holds for the present batch; this function adds the request itself. The
-    result is a mean that includes requests which may arrive meanwhile. Most answers are interrupted
-    by fewer of them, and a few by many more.
+    `decode_s_per_token` holds for the present batch; this function adds the request itself, and the
+    requests expected to arrive during its answer. Their number is a mean: most answers are
+    interrupted by fewer requests, and a few by many more.
     """
     belief, lately = load.belief, timeline.averages
     share = lately.share if lately.share < MOST_BUSY else MOST_BUSY

@@ -172,12 +172,12 @@ class RecentLengths:
         return self._quantiles
 
     def inverse_moments(self) -> Sequence[InverseMoments]:
-        """Return the means of 1 / ratio, its square and its cube, by the age of a running answer.
+        """Return, for each age of a running answer, statistics of 1 / ratio at the answer's end.
 
-        A ratio is an answer's length divided by its expected length. Ratios are sorted into classes
-        (see `quantiles`). Item k is for an answer that is longer than k of them: it averages over
-        the other classes, in the form (largest value, mean, mean square, mean cube). The last item
-        is for a ratio of 1.
+        A ratio is an answer's length divided by its expected length; `quantiles` returns typical
+        ratios. Item k is for an answer that is already longer than k of them. It is (largest value,
+        mean, mean square, mean cube) of 1 / ratio over the other typical ratios. The last item is
+        for a ratio of 1.
         """
         self.quantiles()
         return self._inverses

@@ -135,8 +135,8 @@ class RunningAnswers:
     def length_groups(self) -> Iterator[LengthGroup]:
         """Yield the running answers in groups of about the same estimated final length.
 
-        A group has the expected number of its answers, 1 / length in tokens, and the mean total
-        prefill seconds of the engine at their first tokens.
+        A group is (expected number of answers, 1 / length in tokens, prefill seconds). The last is
+        the engine's total of prefill seconds at the answers' first tokens, as a mean.
         """
         for count, inverse, began_s, _, _, _, _, age in self.age_groups:
             ratios = self.ratios[age:] or (1.0,)

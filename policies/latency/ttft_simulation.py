@@ -254,8 +254,8 @@ def run_simulation(
 ) -> float:
     """Simulate an engine until it has computed a new prompt; return the seconds to its first token.
 
-    An idle engine has a faster way. The timeline, which models the engine, must have been advanced
-    to `now`.
+    For an idle engine, idle_ttft_s() is faster. The timeline, which models the engine, must have
+    been advanced to `now`.
     """
     simulation = EngineSimulation(timeline, load, now)
     for queued in timeline.queue:

@@ -1,9 +1,8 @@
 # cython: boundscheck=False, wraparound=False
 """Hashes prompt bytes to block keys, word by word.
 
-If this module is compiled, its short loop is faster than numpy, whose code is usually not in the
-processor's caches. Otherwise numpy_hash.py is used, which computes the same keys. fingerprint.py
-explains the secret numbers.
+If this module is compiled, its short loop is faster than numpy. Otherwise numpy_hash.py is used,
+which computes the same keys. fingerprint.py explains the secret numbers.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ MASK = 0xFFFFFFFFFFFFFFFF
 
 
 class KeyArithmetic(Protocol):
-    """The interface of a class that hashes a prompt block by block; there is a fast and a slow one.
+    """The interface of a class that hashes a prompt block by block.
 
     The key of a block depends on all blocks before it, so equal keys mean equal beginnings. A word
     is 8 bytes. The class Fingerprinter, which calls this, explains the steps of the hash.
 
-    word_keys  one secret odd number for each word of a block
-    places     one secret number for each position of a block in the prompt
-    fold       secret number for the first step of the hash
-    mix        secret number for its third step
+    word_keys      one secret odd number for each word of a block
+    position_keys  one secret number for each position of a block in the prompt
+    fold           secret number for the first step of the hash
+    mix            secret number for its third step
     """
 
     def __init__(self, word_keys: Keys, position_keys: Keys, fold: int, mix: int) -> None: ...

@@ -89,8 +89,7 @@ class Fingerprinter:
         """Return the fingerprint of a prompt under a salt. The prompt is the concatenation of
         `parts`.
 
-        The boundaries between parts do not matter. A single contiguous part is read in place,
-        several are copied once.
+        The boundaries between parts do not matter.
         """
         return self._chain(self._seed(salt), parts[0] if len(parts) == 1 else b"".join(parts))
 

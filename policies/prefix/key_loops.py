@@ -14,10 +14,10 @@ MASK = 0xFFFFFFFFFFFFFFFF
 
 
 def find_last_counted(keys: Keys, counts: array[int], end: int) -> int:
-    """Return the greatest index below `end` of a key with two counts other than 0; -1: none.
+    """Return the greatest index below `end` whose key has two nonzero counts; -1: there is none.
 
-    The counts of a key are at the places that count_places() returns. The length of `counts` is a
-    power of two, its type code "I". `end` is at most the number of keys.
+    count_places() returns where in `counts` the two counts of a key are. The array `counts` has the
+    type code "I", and its length is a power of two. `end` is at most the number of keys.
     """
     mask = len(counts) - 1
     index = end - 1
@@ -27,14 +27,15 @@ def find_last_counted(keys: Keys, counts: array[int], end: int) -> int:
 
 
 def count_places(key: int, length: int) -> tuple[int, int]:
-    """Return at which places of a table of `length` counts the two counts of a key are."""
+    """Return the indices of a key's two counts in a table of `length` counts, a power of two."""
     return key & length - 1, key >> 32 & length - 1
 
 
 def scramble_keys(keys: Keys, step: int, offset: int, factor: int) -> Keys:
-    """Return a 48-bit number for every `step`-th key, with equal numbers for equal keys only.
+    """Return a 48-bit number for every `step`-th key. Equal keys have equal numbers.
 
-    The number is the upper part of (key ^ offset) * factor modulo 2**64. `factor` is odd.
+    The number is the upper part of (key ^ offset) * factor modulo 2**64, with an odd `factor`. So
+    different keys rarely have the same number.
     """
     scrambled = array("Q", bytes(8 * (len(keys) // step)))
     scramble_into(scrambled, keys, step, offset, factor)

@@ -84,9 +84,9 @@ class PredictedCache:
                 del self.tokens[stamp]
 
     def oldest_alive(self) -> int:
-        """Return the stamp of the oldest generation (group of tokens by age) that is still cached.
+        """Evict what exceeds the KV capacity; return the stamp of the oldest remaining generation.
 
-        Before that, older ones are evicted until the rest fits the engine's KV capacity.
+        A generation is a group of tokens of about the same age.
         """
         if self.capacity_tokens is not None:
             room = self.capacity_tokens * self.trust

@@ -12,7 +12,7 @@ from itertools import islice
 class WideMatch:
     """A prefix of a prompt that many endpoints have cached, such as a common system prompt.
 
-    They are not listed, but looked up one by one.
+    The endpoints are not listed: each can be looked up with `holds`.
 
     tokens  length of the prefix in tokens
     """

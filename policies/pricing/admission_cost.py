@@ -18,14 +18,11 @@ from policies.routing_types import Candidate, RoutingQuery
 class CostEstimate(msgspec.Struct, frozen=True):
     """What one request would cost a pool, and how soon its first token could come, for admission.
 
-    The times are in seconds, over all available endpoints.
-
-    ttft_s         from now to the first token where that is earliest, queue included; inf if none
-                   is available
-    queue_s        mean queue over all available candidates
-    prefill_s      time to compute the prompt where most of it is cached, without any queue
-    decode_s       engine time of its decoding: share of KV memory times residence, or share of the
-                   steps if more
+    ttft_s         seconds to the first token, queue included, at the endpoint where it comes
+                   earliest; inf if no endpoint is available
+    queue_s        seconds of queue, as a mean over all available candidates
+    prefill_s      seconds to compute the prompt where that is quickest, without any queue
+    decode_s       seconds of that endpoint's time that the answer uses up (`decode_work_s`)
     cached_tokens  largest number of prompt tokens that any candidate is believed to have cached
     count          number of available candidates
     """
@@ -87,8 +84,8 @@ def estimate_cost(query: RoutingQuery, candidates: Sequence[Candidate]) -> CostE
 def decode_work_s(load: EndpointLoad, prompt_tokens: int, output_tokens: int) -> float:
     """Return how many seconds of an endpoint's time the generation of an answer uses up.
 
-    An answer runs beside others. Its part is its share of the KV memory times the time for which it
-    is held, or its share of the steps if that is more.
+    An answer runs beside others. It uses up its share of the steps, or its share of the KV memory
+    times the seconds for which it occupies that memory, whichever is more.
     """
     context = prompt_tokens + output_tokens / 2
     steps_s = output_tokens * (

@@ -31,8 +31,8 @@ class ModelTier(msgspec.Struct, frozen=True):
 def alternatives(query: RoutingQuery, tiers: Sequence[ModelTier]) -> list[tuple[ModelTier, float]]:
     """Return the smaller models that could serve a request instead of a refusal, cheapest first.
 
-    Each comes with its price as a share of the request's value: the model's penalty plus, of the
-    remaining value, the share of the TTFT budget that queue and prefill would use. Left out are
+    Each comes with its price, as a share of the request's value: penalty + (1 - penalty) * used.
+    `used` is the share of the remaining TTFT budget that queue and prefill would take. Left out are
     models that would miss the budget, have no available endpoint, or accept no prompt of this
     length.
 

@@ -334,9 +334,9 @@ def waiting_external_requests(load: EndpointLoad) -> int:
 
 
 def usual_slots(candidates: Sequence[Candidate]) -> float:
-    """Return how many sequences an endpoint may run at once if its own number (slots) is unknown.
+    """Return how many sequences (slots) to assume for an endpoint whose own number is unknown.
 
-    That is the largest number that any candidate has shown; inf if none has.
+    The result is the largest number that is known of any candidate; inf if none is known.
     """
     shown: list[float] = list(map(_SLOTS, candidates))
     if min(shown, default=inf) == inf:
@@ -397,11 +397,11 @@ def joint_work_s(ranks: int, ahead_s: float, known_s: float, work_s: float) -> f
 
     ranks    number of data-parallel ranks, which step together
     ahead_s  seconds until all ranks have computed their prompts
-    known_s  the same for the rank that is priced
+    known_s  seconds until the rank that is priced has computed its prompts
     work_s   seconds of the prefill
 
-    The ranks compute prompts at the same time, so a prefill costs the others nothing while one of
-    them computes prompts for longer. But they share the computing of experts: each rank's part of
-    it is added in any case.
+    The ranks compute prompts at the same time. So a prefill adds no time while another rank
+    computes prompts for longer. But all ranks share the work of experts, so the result is at least
+    `work_s / ranks`.
     """
     return max(work_s / ranks, known_s + work_s - ahead_s)

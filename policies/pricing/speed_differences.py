@@ -35,12 +35,11 @@ def equalize_speeds(speeds: Sequence[SpeedFactor], most: float) -> list[float]:
     """Return factors that make endpoints of about the same learned speed count as equally fast.
 
     Learned speeds of equal endpoints differ by noise. If noise counted, the endpoint that seems
-    slightly faster would get all work. So would an endpoint without observations if the others are
-    slower than estimated, and under so much prefill its decode speed could not be observed. The
-    factors move each speed towards the median of all.
+    slightly faster would get all work. The same holds for an endpoint without observations, if the
+    others are slower than estimated. The factors move each speed towards the median of all.
 
     speeds  the learned speeds
-    most    differences from the median beyond this factor still count
+    most    if a speed differs from the median by more than this factor, the excess still counts
     """
     if not speeds:
         return []
@@ -60,8 +59,8 @@ def equalize_speeds(speeds: Sequence[SpeedFactor], most: float) -> list[float]:
 def slow_by_label(candidates: Sequence[Candidate]) -> list[int]:
     """Return the indexes of endpoints that count as slow only because their label names a slow GPU.
 
-    Their real speed was never observed. Slow is SLOW_LABEL times the prefill time per token of the
-    candidate with the quickest label.
+    Their real speed was never observed. By its label, a slow endpoint needs more than SLOW_LABEL
+    times as long per prompt token as the quickest candidate.
     """
     token_s = [candidate.load.belief.shape.token_s for candidate in candidates]
     most_s = SLOW_LABEL * min(token_s, default=0.0)
@@ -85,10 +84,10 @@ of a budget that it would take."""
 class LateTests:
     """Decides when an idle endpoint gets a request to test whether its label "slow GPU" is true.
 
-    An endpoint whose label says that it would be late for every request gets none. If the label is
-    wrong, it would stay idle forever. So once PASSED requests have passed the endpoint by, one is
-    risked that the label makes no later than most. However many such endpoints there are, and
-    whether or not the tests teach anything, PASSED requests pass between two tests.
+    By its label, such an endpoint would be late for every request, so it gets none. If the label is
+    wrong, it would stay idle forever. So once PASSED requests have gone elsewhere, one request is
+    sent there that would not be later than most. All endpoints together get at most one test per
+    PASSED requests.
     """
 
     # _passed: by slot, the belief that is to be tested, the number of requests since the last test,
@@ -106,8 +105,9 @@ class LateTests:
     def due(self, request_id: str, late: Mapping[int, LateLabel]) -> int | None:
         """Return which endpoint to test with a request, as its key in `late`; None: no endpoint.
 
-        A request counts once, and the answer for it stays: a pick may be repeated. Of several
-        endpoints that are due, the one that most requests have passed by gets the test.
+        For a repeated pick of the same request, the result is the same, and the request counts only
+        once. Of several endpoints that are due, the one that has waited for the most requests is
+        returned.
         """
         slot = self._decided.get(request_id)
         if slot is not None:

@@ -1,8 +1,8 @@
 """Decides whether a request is split: a pair of prefill and decode endpoints, or one endpoint for
 both.
 
-The module says which requests cannot be split, the rule by uncached tokens, and the choice of a
-pair. The HTTP dialects of handoffs are in kvtransfer.dialects; the gateway handles failures of a
+The module decides which requests cannot be split, applies the rule by uncached tokens, and chooses
+a pair. The HTTP dialects of handoffs are in kvtransfer.dialects; the gateway handles failures of a
 pair.
 """
 
@@ -88,12 +88,13 @@ class SplitRule(msgspec.Struct, frozen=True):
     """When to split requests: the least number of uncached prompt tokens, and other parameters.
 
     threshold_tokens  least number of uncached prompt tokens of a split request
-    hysteresis        half the width of a band around the threshold, as a share of it. Inside the
-                      band a request follows the last decision outside of it, so that the mode does
-                      not flap
-    handoff_s, kv_token_s  time of a KV transfer, fixed and per token (320 KiB per token at 50
-                           GB/s), until handoffs were measured: for policies that price a split,
-                           which need no threshold
+    hysteresis        half the width of a band around the threshold, as a share of the threshold.
+                      Inside the band, the last decision outside the band is repeated, so that the
+                      mode does not flap
+    handoff_s         fixed seconds of a KV transfer, for policies that price a split (these need no
+                      threshold)
+    kv_token_s        seconds of a KV transfer per token, for the same policies, until handoffs have
+                      been measured (default: 320 KiB per token at 50 GB/s)
     """
 
     threshold_tokens: int = 2048
@@ -295,8 +296,8 @@ class Splitter(msgspec.Struct, frozen=True):
 
     prefill  policy that chooses the prefill endpoint, by cached prefixes
     decode   policy that chooses the decode endpoint, by load
-    crowded  replaces `prefill` if all its endpoints are at their cap and none can serve a request
-             whole; the request then queues there
+    crowded  policy that replaces `prefill` if all prefill endpoints are at their cap, and no
+             endpoint can serve the request whole. It picks one where the request then queues
     """
 
     rule: SplitRule

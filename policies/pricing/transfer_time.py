@@ -1,27 +1,25 @@
 """Forecasts KV transfers between endpoints: how fast a pair's network is, and when it is free.
 
 The price of a split request contains the time until its KV has arrived
-(policies/pricing/split_decision.py). Two things are known about it, and they are kept apart:
+(policies/pricing/split_decision.py). The forecast of that time has two parts:
 
-- the rate, seconds per token of KV, which depends on the network and is learnt from handoffs. A
-  pair without recent handoffs is expected to be like the pairs with the same prefill or the same
-  decode endpoint, these without recent handoffs like the whole fleet, and a fleet without any as
-  the rule says. Small handoffs, which tell nothing about the rate, teach the fixed time of each;
-- the queue: the transfers that were chosen before and have not ended. Each needs the outgoing link
-  of its prefill endpoint and the incoming link of its decode endpoint, for as long as its rate is
-  known to need now. In a burst many pairs are chosen before the first handoff shows the rate.
+- The rate, in seconds per token of KV, depends on the network and is learnt from handoffs. For a
+  pair without recent handoffs, the rate of pairs with the same prefill or decode endpoint is used.
+  Without those, it is the rate of the whole fleet, and finally that of the configured rule. Small
+  handoffs show nothing about the rate, but the fixed time of a handoff is learnt from them.
+- The queue contains the transfers that were chosen before and have not ended. Each occupies the
+  outgoing link of its prefill endpoint and the incoming link of its decode endpoint, for a time
+  computed from the newest rate. In a burst, many pairs are chosen before the first handoff ends.
 
-A handoff teaches the rate only by the time for which it had its links to itself, because the
+To learn the rate, only the time for which a handoff had its links to itself counts, because the
 transfers before it are in the forecast already.
 
-Before anything is known of a fleet, and again when nothing has been learnt of it for MEMORY_S, a
-link that has a transfer in progress is expected to be busy forever: the first transfer over each
-link is a test of its speed. Otherwise all requests of a burst would be sent over links that may be
-a hundred times slower than assumed.
+Until the first handoff has ended, and again after MEMORY_S without one, a link with a transfer in
+progress is expected to be busy forever. So the first transfer over each link is a test of its
+speed. Otherwise a burst would be sent over links that may be a hundred times slower than assumed.
 
-A transfer that is given up teaches as much as it has taken. While nothing is known of the fleet it
-teaches the whole fleet, else only its pair: the others have shown that their links are quicker, and
-the cause may be an engine that hangs.
+If a transfer is given up, its time so far counts as measured. It counts for the whole fleet if
+nothing else is known, else only for its pair, because the cause may be an engine that hangs.
 """
 
 from __future__ import annotations
@@ -161,8 +159,7 @@ class PairMeans:
 class MeansAtOnce:
     """The means of many pairs of endpoints at one moment, read faster than one by one.
 
-    They equal those of PairMeans.mean, but each endpoint is read once. They are valid until a
-    measurement is added.
+    They equal the results of PairMeans.mean, and are valid until a measurement is added.
     """
 
     # _prefills: by prefill endpoint, the sum and the weight of its measurements and of the usual
@@ -259,7 +256,7 @@ class LinkQueue:
     def add(self, transfer: PendingTransfer, speed: PairSpeed) -> None:
         """Add a transfer to the link's queue.
 
-        speed  its expected speed, which from now on holds for all queued transfers of the same pair
+        speed  expected speed of this transfer, and from now on of all queued ones of the same pair
         """
         self._change(transfer.names, 1, transfer.tokens, speed)
 
@@ -294,8 +291,8 @@ class PendingTransfer:
 
     names, tokens  the two endpoints, and the number of tokens whose KV is moved
     expected_s     seconds per token that are expected of a fleet without measurements
-    links_free_at  when the last transfer before it on either link had ended
-    ended_at       when it ended; None before, and if it was cancelled
+    links_free_at  when the previous transfer on either link had ended
+    ended_at       when this transfer ended; None: not yet, or it was cancelled
     """
 
     __slots__ = ("_links", "ended_at", "expected_s", "links_free_at", "names", "tokens")
@@ -435,12 +432,11 @@ class TransferTimes:
     def learn(self, transfer: PendingTransfer, ready_at: float | None, now: float) -> None:
         """Learn the speed of a pair from a transfer that has ended, unless it was cancelled.
 
-        If it is unknown when it began or ended, `ready_at` is None. Such a transfer teaches no
-        speed, but it ends the test of links: no later one may teach more.
+        `ready_at` is when its prompt was computed; None: the begin or the end of the transfer is
+        unknown. No speed is learned then, but the test of the links ends.
 
-        It is taken to have begun when its prompt was computed, at `ready_at`, or when the transfer
-        before it on either link had ended, if that was later. The transfers that wait for these
-        links are expected to take as long as is known from then on.
+        The transfer is assumed to begin at `ready_at`, or later when the previous transfer on
+        either link has ended. The forecast of the transfers that wait for these links is updated.
         """
         if transfer.ended_at is None:
             return
@@ -454,9 +450,9 @@ class TransferTimes:
     def give_up(self, transfer: PendingTransfer, ready_at: float, now: float) -> None:
         """End a transfer that has taken too long, and learn that its pair takes at least so long.
 
-        It holds for this pair only, because the cause may be an engine that hangs. If nothing was
-        known before, it holds for the whole fleet: then all links may be slow, and each test may
-        take as long. Nothing happens if the transfer has ended before.
+        The time counts for this pair only, because the cause may be an engine that hangs. If
+        nothing was measured before, it counts for the whole fleet, because all links may be slow.
+        Nothing happens if the transfer has ended already.
 
         ready_at  when its prompt was computed
         """
@@ -480,10 +476,11 @@ class TransferTimes:
                 link.set_speed(names, self.speed(names, transfer.expected_s, now))
 
     def record(self, names: Names, tokens: int, seconds: float, now: float) -> None:
-        """Record a transfer of `tokens` tokens, without the fixed time of the rule and the queue.
+        """Record the `seconds` of a transfer of `tokens` tokens.
 
-        Of a large transfer, the fixed time that small ones have taught is subtracted. A negative
-        time, where the decoder was quicker than expected, counts as 0.
+        `seconds` excludes the wait in the queue and the configured fixed time. From the time of a
+        large transfer, the fixed time learned from small ones is subtracted. A negative time counts
+        as 0: the decoder was quicker than expected.
         """
         self._tested_at = now
         if tokens < LEAST_TOKENS:

@@ -20,8 +20,8 @@ from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 class SessionPause(AdmissionParams, frozen=True):
     """An admission policy that pauses sessions while their contexts exceed 0.95 of an engine's KV.
 
-    It pauses sessions until the contexts of the others need 0.80. New sessions are admitted where
-    they fit.
+    It pauses sessions until the contexts of the others need at most 0.80 of the KV. New sessions
+    are admitted where they fit.
 
     Source: Dynamo's session-aware queue admission
     (lib/kv-router/src/scheduling/queue_admission/session_aware; ThunderAgent). There, requests of
@@ -61,10 +61,10 @@ class SessionPause(AdmissionParams, frozen=True):
 class Program:
     """A session: the requests of one running agent. Dynamo calls it a program.
 
-    acting_s  time since which the session is idle; None: a request is running
-    paused_s  time since which the session is paused; None: it is not paused
-    asked_s   time of the session's last request
-    marked    whether the session will be paused when its running answer is complete
+    acting_s        time at which the session became idle; None: a request is running
+    paused_s        time at which the session was paused; None: it is not paused
+    last_request_s  time of the session's last request
+    marked          whether the session will be paused when its running answer is complete
     """
 
     __slots__ = (

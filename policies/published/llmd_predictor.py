@@ -88,8 +88,8 @@ def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
     least spare time fits best. If something is late, the endpoint with the least delay fits best.
     Without latency budgets, everything counts as late.
 
-    tier 3  both TTFT and TPOT would be in time tier 2  only TPOT would be late tier 1  only TTFT
-    would be late tier 0  both would be late
+    Tier 3: both TTFT and TPOT are in time. Tier 2: only TPOT is late. Tier 1: only TTFT is late.
+    Tier 0: both are late.
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:

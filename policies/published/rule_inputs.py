@@ -57,8 +57,8 @@ def prefill_s(load: EndpointLoad, new: int, cached: int) -> float:
     """Return the seconds that the hardware needs for `new` prompt tokens after `cached` ones.
 
     The endpoint's learned speed is left out on purpose, because published predictors are fitted
-    offline, once per kind of engine. And of many noisy estimates, the lowest is the most wrong one,
-    and all requests would go there.
+    offline, once per kind of engine. Besides, learned speeds are noisy: all requests would go to
+    the endpoint with the most optimistic error.
     """
     shape = load.belief.shape
     return new * (shape.token_s + shape.wire_s + shape.pair_s * (cached + 0.5 * new))

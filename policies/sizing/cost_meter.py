@@ -41,8 +41,8 @@ def divide_usd(use: EngineUse[Key], seconds: float) -> tuple[dict[Key, float], f
     use      the engine's use
     seconds  the time for which the cost is divided
 
-    The cost of other gateways' requests is left to those gateways. Each gateway counts an equal
-    part of idle time.
+    Other gateways count the cost of their own requests, so it is not in the result. Each gateway
+    counts an equal part of idle time.
     """
     usd = usd_of(use.price_hour, use.gpus, seconds)
     own = sum(use.weights.values())

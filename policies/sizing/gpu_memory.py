@@ -129,7 +129,7 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 def stages(model: Llm, layout: Layout) -> Iterator[Stage]:
-    """Yield what each pipeline stage of a model needs of GPU memory in a layout, first to last."""
+    """Yield the GPU memory that each pipeline stage of a model needs, from first to last stage."""
     counts = layers_of_stages(model.layers, layout.pp)
     kv_layer_bytes = model.kv_rank_bytes(layout.tp) / model.layers / layout.cp
     start = 0
@@ -169,8 +169,8 @@ def _end_params(model: Llm, layout: Layout, ends: tuple[bool, bool]) -> float:
 def in_flight_tokens(gpu: Gpu, pp: int) -> int:
     """Return how many tokens vLLM may have in its steps at the same time by default.
 
-    With `pp` pipeline stages there are as many steps, and one more is prepared. Source: vLLM 0.32,
-    `get_batch_defaults` (engine/arg_utils.py) and `max_in_flight_tokens` (config/vllm.py).
+    With `pp` pipeline stages, `pp` steps run at a time, and one more is prepared. Source: vLLM
+    0.32, `get_batch_defaults` (engine/arg_utils.py), `max_in_flight_tokens` (config/vllm.py).
     """
     step = 2_048
     if gpu.hbm_bytes >= 160 * GIB:

@@ -52,7 +52,7 @@ class Gpu(msgspec.Struct, frozen=True):
     nic_bytes_s    bytes/s of its network adapter
     fit            fitted constants of its step times
     grid_name      its name in tables of measured step times; empty: it is in none
-    domain_gpus    number of GPUs that these links connect: 8 in an HGX server, 72 in an NVL72 rack
+    domain_gpus    number of GPUs that NVLink or xGMI connects: 8 in an HGX server, 72 in an NVL72
     has_fast_link  whether the GPUs of a TP group have a faster link than PCIe
     fit_of         the GPU type whose fitted constants are used for this one; empty: the constants
                    were fitted to this type

@@ -31,7 +31,7 @@ class AttentionShape(msgspec.Struct, frozen=True):
     """The sizes of a model's attention layers. Numbers of parameters are sums over all layers.
 
     params             parameters that the ranks of a TP group divide
-    kv_params          those of them that are key and value projections
+    kv_params          the part of `params` that is key and value projections
     replicated_params  parameters that each rank has
     head_dim           scalars per head
     kv_scalars         scalars cached per token in a layer without a window

@@ -42,10 +42,10 @@ class ConfigError(ValueError):
 
 
 def language_model(config: Any) -> dict[str, Any]:
-    """Return the fields of a config.json; those of a nested language model replace others.
+    """Return the fields of the language model that a config.json describes.
 
-    A multimodal model has its language model in a section. Raises ConfigError if the file is not a
-    JSON object.
+    A multimodal model has its language model in a section; the section's fields replace outer ones
+    of the same name. Raises ConfigError if the file is not a JSON object.
     """
     if not isinstance(config, dict):
         raise ConfigError(

@@ -24,8 +24,8 @@ class StateLayer(msgspec.Struct, frozen=True):
 
     params        its parameters
     state_bytes   bytes of its state per sequence
-    group_params  those of its parameters that belong to the only group of Mamba 2: ranks cannot
-                  divide it, so each has it
+    group_params  the part of `params` in the only group of Mamba 2; ranks cannot divide a group, so
+                  each rank has these parameters
     copies        blocks of KV that its state takes per request
     """
 
@@ -36,9 +36,9 @@ class StateLayer(msgspec.Struct, frozen=True):
 
 
 def state_layer(config: ConfigMembers) -> StateLayer:
-    """Read from config.json what a layer needs that keeps a state instead of a KV cache.
+    """Read the size of a layer that keeps a state instead of a KV cache from config.json.
 
-    If the kind of such layers is unknown, the result is a layer without a state.
+    If the kind of the state layers is unknown, the result is a layer without a state.
     """
     width = config.count("hidden_size")
     linear = config.get("linear_attn_config")

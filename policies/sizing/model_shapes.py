@@ -134,9 +134,9 @@ class Llm(msgspec.Struct, frozen=True):
         return int(scalars * self.kv_bytes + self.kv_layers * self.extra_kv_bytes)
 
     def window_share(self, tp: int = 1) -> float:
-        """Compare the KV per token of a window layer and of a full layer, on one of `tp` ranks.
+        """Return the KV per token of a window layer divided by that of a full layer.
 
-        Returns the number of cached scalars of the first divided by that of the second.
+        Both are counted as cached scalars on one of `tp` ranks.
         """
         share = (self.window_kv_scalars or self.kv_scalars) / self.kv_scalars
         in_window = _share_of_heads(self.window_shardable_kv or self.shardable_kv, tp)

@@ -1,8 +1,8 @@
 """The rules that a parallel layout must obey, for the commands `size`, `check` and `doctor`.
 
-Each rule has a code, a text about what is valid instead, and a source: a seed (docs/sizing.md lists
-them by number) or an engine's own rule. If a rule needs a field of PlannedGroup that is unknown
-(None), it finds nothing.
+Each rule has a code, a text about what is valid instead, and a source: a seed (one of five texts on
+parallelism that docs/sizing.md lists) or an engine's own rule. A rule finds nothing if it needs a
+field of PlannedGroup that is unknown (None).
 """
 
 from __future__ import annotations
