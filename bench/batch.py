@@ -81,7 +81,7 @@ PREEMPTIONS = "penstock_batch_preemptions_total"
 class Answer(NamedTuple):
     """One live request's answer: whether it is complete, and how fast its tokens arrived.
 
-    is_whole  whether the answer was complete
+    is_whole  whether the answer is complete
     ttft_s    time to the first token, in seconds
     tpot_s    time per further token, in seconds
     tokens    number of tokens in the answer
@@ -96,7 +96,7 @@ class Answer(NamedTuple):
 class Outcome(NamedTuple):
     """What one run of live requests measured, with or without a batch job beside them.
 
-    kept   numbers of kept tokens of each request of the batch job, each time that it was stopped
+    kept   for each request of the batch job, the number of tokens kept at each of its stops
     log    the engines' generation log
     kills  monotonic times at which the gateway was killed, in seconds
     lag_s  99th percentile of the delay of this process's timers in seconds; it is high if the
@@ -157,7 +157,7 @@ class Gateway:
 
 @contextmanager
 def mock_groups(speed: float, log: Path) -> Iterator[list[str]]:
-    """Run mock engines, `speed` times as fast as real time, in a process; yield their URLs.
+    """Run mock engines in one process, `speed` times as fast as real time, and yield their URLs.
 
     log  file to which they write each sequence of tokens that they generate
     """
@@ -302,8 +302,8 @@ async def measure(
     options   the options of the program
     times     when live requests are sent, in seconds
     kills     when the gateway is killed, in seconds
-    window_s  deadline of a batch job that runs at the same time, in seconds. The run then ends with
-              the batch job. None: there is no batch job
+    window_s  deadline of a batch job that runs at the same time, in seconds; the run ends with that
+              job. None: there is no batch job
     """
     with ExitStack() as stack:
         work = stack.enter_context(tempfile.TemporaryDirectory())
@@ -401,7 +401,7 @@ def compare(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> dic
     alone    what was measured without the batch job
     beside   what was measured with it
 
-    Returns the figures of one random seed by name, such as the shares of requests in time.
+    Returns the figures of this comparison by name, such as the shares of requests in time.
     """
     found: dict[str, int] = {}
     final: dict[int, int] = {}
@@ -442,7 +442,7 @@ def compare(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> dic
 def regenerated(
     options: argparse.Namespace, beside: Outcome, final: dict[int, int]
 ) -> tuple[Attempts, Regenerated]:
-    """Return the engines' attempts at the batch job's requests, and the tokens generated twice.
+    """Return the engines' attempts at the batch job's requests, and the tokens generated in vain.
 
     options  the options of the program
     beside   what was measured of the run with the batch job

@@ -1,12 +1,12 @@
 """Counts which tokens of a batch job the engines generated more than once, and why.
 
-The mock engines' generation log says how many tokens each attempt at a request generated. The
-prompt of an attempt that continues an answer ends in the tokens that the gateway had kept. Two
-kinds of tokens are generated again:
+The mock engines' generation log says how many tokens each attempt at a request generated. If an
+attempt continues an answer, its prompt ends in the tokens that the gateway had kept. Two kinds of
+tokens are generated again:
 
-- tokens that were never kept: they were on their way when the attempt was stopped, or the gateway
-  was killed before it kept them
-- kept tokens: an attempt began before the end of what was kept. This must not happen
+- tokens that were never kept: they were on their way to the gateway when the attempt was stopped,
+  or the gateway was killed before it kept them
+- kept tokens: an attempt did not continue after the last kept token. This must not happen
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Attempt(NamedTuple):
 
 
 class Regenerated(NamedTuple):
-    """How many tokens of a batch job were generated more than once, or for nothing, and why.
+    """The tokens of a batch job that the engines generated in vain, by reason.
 
-    in_flight   how many stops cost how many tokens that were never kept, by that number of tokens
-    killed      tokens that the gateway had not kept yet when it was killed
-    kept_again  kept tokens that were generated again
+    in_flight   number of stops, by the number of tokens that a stop lost before they were kept
+    killed      number of tokens lost because the gateway was killed before it kept them
+    kept_again  number of tokens that the gateway had kept, and that were still generated again
     """
 
     in_flight: Counter[int]
@@ -69,7 +69,7 @@ class Regenerated(NamedTuple):
 class JournalWatch:
     """Reads the file in which the gateway keeps the progress of a batch job (its journal).
 
-    It holds the file open, so that it can be read after the gateway has deleted it. There must be
+    The file stays open here, so that it can be read after the gateway has deleted it. There must be
     only one batch job.
     """
 
@@ -78,17 +78,17 @@ class JournalWatch:
         self._file: BinaryIO | None = None
 
     def open_if_created(self) -> None:
-        """Open the batch job's progress file (journal) if the gateway has created it by now.
+        """Open the batch job's journal (progress file) if the gateway has created it.
 
-        Call it whenever the batch job is polled. A timer of its own would let virtual time pass
-        while threads of the gateway write files, so that the batch job would have less time.
+        Call this whenever the batch job is polled. A separate timer would let virtual time pass
+        while threads of the gateway write files, and leave the batch job less time.
         """
         if self._file is None:
             for path in self._folder.glob("batches/*/*/journal"):
                 self._file = path.open("rb")
 
     def kept(self) -> dict[int, list[int]]:
-        """Return how many tokens of each request were kept, each time that it was stopped."""
+        """Return, for each request, the number of tokens that were kept at each of its stops."""
         kept: dict[int, list[int]] = defaultdict(list)
         if self._file is not None:
             with self._file:
@@ -99,9 +99,9 @@ class JournalWatch:
 
 
 def long_stops(kept: Mapping[int, Sequence[int]], least: int) -> int:
-    """Count the stops of answers with `least` or more tokens, some of them new since the last stop.
+    """Count the stops of answers with `least` or more tokens that have grown since the last stop.
 
-    kept  number of tokens of each request that were kept, each time that it was stopped
+    kept  for each request, the number of tokens kept at each of its stops
     """
     return sum(
         now >= least and now > before
@@ -115,7 +115,7 @@ class Attempts:
 
     of         the attempts at each request, by its number
     generated  total number of tokens in the log
-    others     those of them that belong to no request of the batch job
+    others     number of tokens that belong to no request of the batch job
     """
 
     def __init__(self, log: Iterable[bytes], prompts: Sequence[bytes]) -> None:
@@ -123,8 +123,7 @@ class Attempts:
 
         log      the lines; those whose prompt begins with none of `prompts` belong to other
                  requests
-        prompts  the prompt of each request. They have four bytes per token, and none begins with
-                 another
+        prompts  the prompt of each request, four bytes per token; no prompt begins with another one
         """
         known = {tuple(token_ids(prompt)): index for index, prompt in enumerate(prompts)}
         lengths = sorted({len(prompt) for prompt in known})
@@ -153,7 +152,7 @@ def count_regenerated(
     """Count which tokens of a batch job's requests were generated more than once.
 
     attempts  the engines' attempts at each request, in order
-    kept      numbers of kept tokens in the gateway's journal, for each request
+    kept      for each request, the number of tokens kept at each of its stops
     final     number of tokens of each answer
     kills     monotonic times at which the gateway was killed, in seconds
     """

@@ -1,4 +1,4 @@
-"""Measures how long the gateway's metrics take: to count, to observe a value, and to print all.
+"""Measures how long the gateway's metrics take: to count, to observe a value, to print all of them.
 
 python bench/bench_metrics.py
 """

@@ -39,8 +39,8 @@ PROMPTS, ROUNDS = 100, 5
 def median_us(action: Callable[[int], object], texts: Sequence[bytes] = (b"",) * PROMPTS) -> float:
     """Return the median duration of action(0), action(1), ... in microseconds.
 
-    Each text is read once before its measurement. It is then in the processor's caches, as in a
-    gateway, where the parser has just read it.
+    There is one call for each text. The text is read once before the call, so that it is in the
+    processor's caches, as in a gateway, where the parser has just read it.
     """
     spent = []
     for number, text in enumerate(texts):

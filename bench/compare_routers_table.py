@@ -52,8 +52,8 @@ class Results:
 class Comparison:
     """How our gateway compares with another one in one row of the table, with a 95 % interval.
 
-    It is the median of the ratios of both values in the same round. In a row with `added`,
-    differences are used instead of ratios.
+    The value is the median, over the rounds, of the ratio of both gateways' values. In a row with
+    `added`, differences are used instead of ratios.
     """
 
     low: float

@@ -129,10 +129,10 @@ def _print_cell(cell: PairedCell, figures: list[tuple[float, float]]) -> float:
 
 @contextmanager
 def sources(revision: str | None, place: Path, *, compiled: bool) -> Iterator[Path]:
-    """Yield a folder with the sources of a git revision, compiled if requested.
+    """Yield the folder with the sources of a git revision, compiled if requested.
 
     revision  the revision; None: the working tree
-    place     folder in which it may be created
+    place     folder in which a copy may be created
     compiled  whether the gateway is compiled
     """
     home = ROOT

@@ -56,7 +56,7 @@ _ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 
 @dataclass(frozen=True)
 class System:
-    """One gateway in the comparison, with one routing policy, and how it is started.
+    """One gateway in the comparison, with one routing policy, and how to start it.
 
     port     port of its API
     command  function that returns its command line, from a folder for temporary files and the port
@@ -77,10 +77,10 @@ class System:
 
 
 def free_base(ports: int = BACKENDS) -> int:
-    """Find `ports` free consecutive ports for the test engines, and return the first one.
+    """Return the first of `ports` consecutive free ports for the test engines, a multiple of 1000.
 
-    It is a multiple of 1000. The compared gateways use the ports from 100 above it. Exits the
-    program if no such ports are free from 19000 to 25000.
+    The compared gateways use the ports from 100 above the first one. Exits the program if no such
+    ports are free from 19000 to 25000.
     """
     for base in range(19000, 26000, 1000):
         try:
@@ -112,7 +112,7 @@ class Certificate:
 def penstock_command(
     policy: str, urls: list[str], tls: Certificate | None = None
 ) -> Callable[[Path, int], list[str]]:
-    """Return a function that returns the command line of our gateway.
+    """Return a function that builds the command line of our gateway.
 
     policy  routing policy; "default" leaves the choice to the gateway
     urls    URLs of the engines
@@ -273,7 +273,7 @@ def all_systems(base: int) -> list[System]:
 def compile_penstock() -> dict[str, str]:
     """Compile Penstock as for the container image.
 
-    Returns {} if this works, otherwise the reason by the gateway's name.
+    Returns {} if the build succeeds, otherwise the reason of its failure by the gateway's name.
     """
     command = [sys.executable, "-m", "tools.compile.compile", str(COMPILED)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -385,7 +385,7 @@ def cpu_s(pids: list[int]) -> float:
 
 
 def core_busy_s(core: int) -> float:
-    """Return for how many seconds a core has been busy since the machine started.
+    """Return the seconds that a core has been busy since the machine started.
 
     This is the time in /proc/stat that is neither idle nor iowait.
     """

@@ -37,7 +37,7 @@ FLUSH_SPREAD = 0.2
 
 
 class ViewDelays(msgspec.Struct, frozen=True):
-    """How late a gateway learns what it has not done itself, in seconds.
+    """The delays, in seconds, of a gateway's information on other gateways and on engines.
 
     flush_s       time for which a gateway collects its news before it sends them; None: gateways
                   send each other nothing
@@ -53,11 +53,11 @@ class ViewDelays(msgspec.Struct, frozen=True):
 
 
 class PeerNews(msgspec.Struct, frozen=True):
-    """What one gateway sends to the others at one time.
+    """What one gateway sends to the others in one message.
 
     prompts  (fingerprint, slot of the group, prompt tokens) of each prompt that it sent to a group
-    reports  (slot, share of a prompt that was expected to be cached, share that was)
-    shares   by slot, the load that it has reserved, if that has changed
+    reports  (slot, share of a prompt that was expected to be cached, share that was cached)
+    shares   the load that it has reserved at each group, by slot; only loads that have changed
     """
 
     prompts: list[tuple[Fingerprint, int, int]]
@@ -66,10 +66,10 @@ class PeerNews(msgspec.Struct, frozen=True):
 
 
 class GatewayView:
-    """One of several simulated gateways, with what it has not yet sent to the others.
+    """One of several simulated gateways, and what it has not yet sent to the others.
 
-    name   name of the gateway in the loads of the others
-    loads  what it knows of the load of each group, by slot
+    name   name by which the others record this gateway's load
+    loads  what this gateway knows of the load of each group, by slot
     """
 
     def __init__(self, name: bytes, gateway: GatewaySim) -> None:
@@ -85,11 +85,11 @@ class GatewayView:
             self._prompts.append((flight.fingerprint, slot, flight.request.prompt_tokens))
 
     def on_answered(self, slot: int, believed: float, actual: float) -> None:
-        """Record which share of a prompt was expected to be cached, and which share was."""
+        """Record the share of a prompt that was expected to be cached, and the share that was."""
         self._reports.append((slot, believed, actual))
 
     def take_news(self) -> PeerNews:
-        """Return what has happened since the last call."""
+        """Return this gateway's news since the last call."""
         shares = []
         for slot, load in enumerate(self.loads):
             share = own_load(load)
@@ -101,7 +101,7 @@ class GatewayView:
         return news
 
     def learn(self, sender: bytes, news: PeerNews, now: float) -> None:
-        """Apply what another gateway has sent."""
+        """Apply the news that another gateway has sent."""
         index = self.gateway.index
         for fingerprint, slot, prompt_tokens in news.prompts:
             load = self.loads[slot]
@@ -127,7 +127,7 @@ class SeveralGateways(Fleet):
         count: int,
         delays: ViewDelays,
     ) -> None:
-        """Create a replay of `count` gateways; `delays` replaces the scrapes of the options."""
+        """Create a replay with `count` gateways; `delays` replaces the options' scrapes."""
         options = msgspec.structs.replace(options, scrape_s=None)
         super().__init__(spec, traffic, create_policy(), None, options)
         self._delays = delays

@@ -126,7 +126,7 @@ def overload_cells(
 
 
 def trouble_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield measurements of how much load the gateway can serve while its information is bad.
+    """Yield the measurements (cells) of capacity while the gateway's information is bad.
 
     Either the metrics of engines are outdated, or messages about their caches are lost. Each
     measurement (cell) is one policy on one workload.

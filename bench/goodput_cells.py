@@ -71,7 +71,7 @@ class Cell(msgspec.Struct, frozen=True):
              RELATIVE are relative to a fleet without load
     tpot_s   limit on the time per output token in seconds, instead of the service class's limit
     trouble  "stale": metrics are read every 5 s and are 5 s old; "lost": a third of the messages
-             about caches is lost; "": neither
+             about caches is lost; "": there is no such trouble
     quick    whether to use only a third of the trace slice
     """
 
@@ -183,8 +183,8 @@ def build_traffic(
 ) -> tuple[Traffic, float, float | None]:
     """Return the traffic of one measurement at this load, as (traffic, duration in seconds, end).
 
-    The end is the time at which users stop sending (closed loop), or None if arrivals are fixed
-    (open loop).
+    The end is the time at which users stop sending (closed loop). It is None if requests have fixed
+    arrival times (open loop).
     """
     share = 1 / 3 if cell.quick else 1.0
     if cell.workload == "agents":

@@ -45,7 +45,7 @@ def grouped(
     key: Callable[[Measurement], tuple[str, str]],
     value: Callable[[Measurement], float],
 ) -> dict[str, dict[str, list[float]]]:
-    """Sort the values of a table into rows and columns, each with one value per random seed.
+    """Arrange the values of a table in rows and columns. A cell has one value per random seed.
 
     table  name of the table, as in Cell.table
     key    function that returns a measurement's row and column
@@ -141,7 +141,7 @@ def _capacities_and_ratios(
 def format_geomean(row: dict[str, list[float]], names: Sequence[str]) -> str:
     """Return the geometric mean over the workloads of a row, as text.
 
-    If some workloads were not measured, the text has the number of those that were.
+    If some workloads were not measured, the text also says over how many the mean is.
     """
     mean = f"{geomean(row):.3f}"
     return mean if len(row) == len(names) else f"{mean} ({len(row)} of {len(names)})"
@@ -258,8 +258,8 @@ def trouble(measurements: Sequence[Measurement]) -> list[str]:
 def tenants(measurements: Sequence[Measurement]) -> list[str]:
     """Return the table of how well a tenant is served beside a greedier one, as Markdown lines.
 
-    Each row has one routing policy, one admission rule, and one load of the greedier tenant, as a
-    multiple of the first tenant's load.
+    Each row has one routing policy, one admission rule, and one load of the greedier tenant (as a
+    multiple of the other tenant's load).
     """
     rows = []
     groups: dict[tuple[str, str, float], list[Measurement]] = defaultdict(list)

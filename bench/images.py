@@ -7,7 +7,7 @@ alternate:
 
 text only       no other requests are sent
 beside text     a second process sends long text requests, with as many tokens as an image has
-beside images   the second process sends images of 3 MB instead, at the same times
+beside images   the second process sends images of 3 MB at these times, instead of long texts
 
 Each image is followed by a second question about it. The mock engines count 900 tokens per image.
 
@@ -167,11 +167,11 @@ async def send_others(url: str, options: argparse.Namespace, kind: str, seed: st
 def run_round(
     url: str, options: argparse.Namespace, kind: str, seed: str
 ) -> tuple[list[float], Others]:
-    """Send requests for one round, with or without others beside them.
+    """Send requests for one round, with or without requests of a second process beside them.
 
     url      URL of the gateway
     options  the options of the program
-    kind     what a second process sends at the same time: nothing, long texts, or images
+    kind     what the second process sends at the same time: nothing, long texts, or images
     seed     random seed of the requests
 
     Returns the times to first token of the text requests in seconds, and the second process's

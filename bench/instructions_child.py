@@ -62,7 +62,7 @@ def counted(function: Callable[..., Any]) -> Callable[..., Any]:
 def owners(name: str) -> list[tuple[Any, str]]:
     """Find where the gateway defines a function or method, so that it can be replaced there.
 
-    Returns pairs of an owner (module or class) and the name in it.
+    Returns pairs (owner, name). An owner is a module or class that has the function by this name.
 
     name  name of the function, such as `parse_call` or `Relay.feed`
     """

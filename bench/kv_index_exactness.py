@@ -1,4 +1,4 @@
-"""Measures how well the gateway knows the caches of engines while engines and messages fail.
+"""Measures how exactly the gateway knows the engines' caches while engines and messages fail.
 
     python -m bench.kv_index_exactness --seconds 120
 
@@ -41,10 +41,10 @@ CLIENTS, SETTLE_S = 16, 2.5
 
 
 class Predictions:
-    """How wrong the gateway was about how much of each prompt an engine had cached, in blocks.
+    """The errors of the gateway's predictions of how many blocks of a prompt are cached.
 
-    errors   for each answer, how far the number that the engine reported was from the predicted
-             range
+    errors   for each answer, the distance in blocks between the number that the engine reported and
+             the predicted range
     unknown  number of requests without a prediction
     """
 
@@ -103,7 +103,7 @@ async def converse(http: aiohttp.ClientSession, url: str, rng: Random, ends: flo
 def compare(app: App, groups: list[FleetGroup]) -> dict[str, Any]:
     """Compare the gateway's index of cached blocks with the engines' caches.
 
-    Endpoints are left out while the gateway knows that its index of them is not exact.
+    Leaves out endpoints whose cache the gateway does not claim to know exactly.
     """
     exact = app.gateway.endpoints.prefixes.exact
     both = held = cached = endpoints = 0
@@ -136,10 +136,9 @@ def _config(urls: Sequence[str], block_bytes: int) -> Config:
 
 
 async def run(seconds: float, count: int, faults: str, seed: int, block_bytes: int) -> None:
-    """Send requests and inject faults in periods, and compare the caches in the pause after each.
+    """Send requests while faults are injected, with regular pauses, and print the results.
 
-    In a pause, the gateway's index of cached blocks is compared with the engines' caches, and the
-    result is printed.
+    In a pause, the gateway's index of cached blocks is compared with the engines' caches.
 
     seconds      total duration
     count        number of engines
@@ -179,8 +178,7 @@ async def run(seconds: float, count: int, faults: str, seed: int, block_bytes: i
 def summary(
     app: App, moments: list[dict[str, Any]], answers: int, predictions: Predictions
 ) -> dict[str, Any]:
-    """Return the results of the whole run: the worst comparison, fault counts and prediction
-    errors.
+    """Return the summary of the run: the worst comparison, fault counts, prediction errors.
 
     app          the gateway
     moments      the comparisons

@@ -176,11 +176,11 @@ async def converse(http: aiohttp.ClientSession, url: str, rng: random.Random, en
 class Moment(msgspec.Struct, frozen=True):
     """One comparison of the gateway's index of cached blocks with the engines' caches.
 
-    exact   number of endpoints of which the gateway claims to know the cache exactly
-    both    number of blocks that are both in the index and in a cache
+    exact   number of endpoints whose cache the gateway claims to know exactly
+    both    number of blocks that are in the index and in a cache
     index   number of blocks in the index
     pools   number of different blocks in the caches
-    copies  number of further copies of blocks in the caches, which KV events cannot express
+    copies  number of second and further copies of blocks in a cache, which KV events cannot express
     """
 
     exact: int
@@ -201,7 +201,7 @@ class Moment(msgspec.Struct, frozen=True):
 async def compare(app: App, engines: list[EventEngine]) -> Moment:
     """Compare the gateway's index of cached blocks with the caches of all engines.
 
-    The index of an endpoint counts as empty while the gateway knows that it is not exact.
+    The index of an endpoint counts as empty unless the gateway claims that it is exact.
     """
     exact = app.gateway.endpoints.prefixes.exact
     counts = Counter[str]()
@@ -263,8 +263,8 @@ async def measure_cut(app: App, engine: EventEngine, *, is_silent: bool) -> tupl
 
     Returns two times in seconds:
 
-    1. from the cut until the gateway estimates the engine's cache instead
-    2. from the end of the cut until the gateway's index is exact again
+    1. from the cut until the gateway no longer claims to know the cache exactly
+    2. from the end of the cut until it does so again
 
     Raises TimeoutError after 60 s.
     """
@@ -292,7 +292,7 @@ async def measure_cut(app: App, engine: EventEngine, *, is_silent: bool) -> tupl
 
 
 async def turnover(engines: list[EventEngine]) -> float:
-    """Return how many times the engines' caches were filled, by the number of computed tokens."""
+    """Return the number of computed prompt tokens, divided by the size of all caches in tokens."""
     pages = [await each.engine.numbers() for each in engines]
     computed = sum(
         page["prefix_cache_queries_total"] - page["prefix_cache_hits_total"] for page in pages

@@ -99,7 +99,7 @@ class Part(NamedTuple):
     """The memory of the gateway at the end of one part of the load.
 
     by_file  bytes allocated since the start of the measurement, by source file
-    types    number of the gateway's objects that the garbage collector tracks, by class
+    types    number of objects of the gateway's classes that the garbage collector tracks, by class
     """
 
     requests: int
@@ -120,7 +120,7 @@ def measure(requests: int) -> Part:
 
 
 async def run(options: argparse.Namespace) -> tuple[list[Part], dict[str, tuple[float, float]]]:
-    """Run the load, and return what was measured in each part, with the fill of each structure."""
+    """Run the load; return the memory at the end of each part, and the fill of each structure."""
     rng, parts = Random(options.seed), list[Part]()
     files = [file for structure in BOUNDED.values() for file in structure.files]
     assert all((ROOT / file).exists() for file in files), "a file of BOUNDED has been renamed"

@@ -109,9 +109,9 @@ def kinds() -> list[Kind]:
 
 @dataclass
 class Call:
-    """A function in a tree of calls, with the instructions that it executed when called from there.
+    """A node in a tree of calls: a function, called from the function above it.
 
-    own    number of bytecode instructions of the function itself
+    own    number of bytecode instructions that the function executed itself in these calls
     calls  the functions that it called, by name
     """
 

@@ -104,7 +104,7 @@ def measure(fleet: FleetSpec, policy: str, seeds: Sequence[int]) -> dict[str, fl
 
 
 def cells(links: Sequence[float]) -> Iterator[tuple[str, str, Callable[[], FleetSpec]]]:
-    """Yield (name, policy, function that builds the fleet) for each way of serving and link."""
+    """Yield (name, policy, function that builds the fleet) per link speed and way of serving."""
     for link in links:
         yield f"pairs {link:g}", "priced", partial(pairs, link)
     for policy in WHOLE_RULES:

@@ -3,8 +3,8 @@
     python -m bench.stale_views [--groups 512] [--gateways 3] [--policy prefix_aware] [--seeds 1,2]
 
 Requests arrive at random gateways. A gateway knows its own reservations and prompts at once. It
-receives those of the other gateways after `--flush` plus `--transit` seconds, and the metrics of an
-engine every `--scrape` seconds, `--scrape-age` seconds old. The one gateway that is compared with
+receives those of the other gateways after `--flush` plus `--transit` seconds. It reads the metrics
+of an engine every `--scrape` seconds; they are then `--scrape-age` seconds old. The single gateway
 receives all requests, and metrics that are current every second.
 
 The engines are groups of Llama 3.1 70B FP8. A prompt is one of a few system prompts, a document of
@@ -95,7 +95,7 @@ def requests(setting: Setting, seed: int) -> list[TraceRequest]:
 def run(
     setting: Setting, arrivals: Sequence[TraceRequest], seed: int, gateways: int, delays: ViewDelays
 ) -> ReplayFigures:
-    """Replay the arrivals through so many gateways, and return the figures of what counts."""
+    """Replay the arrivals through so many `gateways`; return the figures of counted requests."""
     spec = FleetSpec("stale views", (msgspec.structs.replace(KIND, count=setting.groups),))
     options = ReplayOptions(seed=seed, learns_lengths=True, standard=SLO, always_predicts=False)
     create = partial(policy_registry.build, setting.policy, {})

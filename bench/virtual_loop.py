@@ -58,7 +58,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 async def wait_for_thread(is_done: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     """Wait on virtual time until a real thread has made `is_done()` true.
 
-    The virtual clock does not know such a thread. Each time it asks, the thread gets some
+    The virtual clock cannot see the thread's work. So between two checks, the thread gets some
     milliseconds of real time, and timers one second of virtual time. Returns False if `is_done()`
     is false after `timeout_s` seconds of real time.
     """

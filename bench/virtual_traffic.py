@@ -1,6 +1,6 @@
 """Engines and clients that run in the same process as a gateway whose memory is measured.
 
-Their connections keep nothing of a request after its answer. So all memory that grows in the
+Their connections keep no data of a request after its answer. So all memory that grows in the
 process belongs to the gateway.
 """
 
@@ -60,7 +60,7 @@ class VirtualEngine:
            ""        it answers them
            "reset"   it closes the connection, also of health checks
            "cut"     it closes a stream after two tokens
-           "silent"  it does not answer, also not health checks
+           "silent"  it does not answer, not even health checks
            "error"   it answers with status 500
     """
 
@@ -255,9 +255,7 @@ class VirtualClients:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Let no user send a request during an `async with` block, which begins when all requests
-        have ended.
-        """
+        """Wait until all requests have ended; no user sends one during the `async with` block."""
         self._may_send.clear()
         while self._waiting:
             await asyncio.sleep(0.1)

@@ -22,7 +22,7 @@ TP_PAIRS = ((1, 2), (2, 1), (2, 4), (4, 2))
 
 
 class ProofKind(StrEnum):
-    """How well it is proven that a KV cache layout is transferred correctly: by which kind of test.
+    """The kinds of tests that prove that a KV cache layout is transferred correctly.
 
     ENGINE  two running vLLM engines give the same answer as one engine alone
     VLLM    a transfer between tensors that vLLM's own classes created, without running a model
@@ -109,7 +109,7 @@ class LayoutRow(NamedTuple):
         return TP_PAIRS
 
     def proofs(self, pair: tuple[int, int]) -> list[ProofKind]:
-        """Return which kinds of tests transfer this layout between such numbers of ranks.
+        """Return the kinds of tests that transfer this layout between these numbers of ranks.
 
         pair  numbers of tensor-parallel ranks of the source and of the sink
         """

@@ -44,8 +44,7 @@ _KEPT = ("You look after the pumps", "Measure the depth at a pump", "x-anthropic
 
 
 def cleaned_literal(text: str, following: str) -> str:
-    """Replace the texts that belong to the client in a JSON string, and return the string's
-    content.
+    """Return the content of a JSON string, with the texts that belong to the client replaced.
 
     following  the JSON after the string; a ":" there means that the string is a member's name,
                which is not replaced
@@ -81,9 +80,7 @@ def cleaned_body(body: str) -> str:
 
 
 def cleaned_headers(headers: list[list[str]]) -> dict[str, str]:
-    """Return HTTP headers with a dummy API key, and without headers that every HTTP client
-    sends.
-    """
+    """Return HTTP headers with a dummy API key, without those that every HTTP client sends."""
     kept = {name: value for name, value in headers if name.lower() not in _DROPPED_HEADERS}
     for name in kept:
         if name.lower() in ("authorization", "x-api-key"):
@@ -92,7 +89,7 @@ def cleaned_headers(headers: list[list[str]]) -> dict[str, str]:
 
 
 def difference(before: str, after: str) -> Difference:
-    """Return what must be stored of a text that repeats most of the text before it.
+    """Return the differences of a text from the text before it, which it mostly repeats.
 
     The result has the new parts of `after`, and the ranges [start, end] of `before` that are
     unchanged.

@@ -2,9 +2,9 @@
 
     python -m bench.clients.recorded_sessions --policies prefix_aware priced [--only codex ...]
 
-The sessions continue the conversations in tests/data/clients: after the recorded turns, each
-further turn repeats the forms in which the client sends an answer and a question, with the answer
-that the gateway gave. Sessions differ in their ids and from their first question on.
+The sessions continue the conversations in tests/data/clients. Each turn after the recorded ones has
+the form in which the client sends an answer and a question. It contains the answer that the gateway
+gave. Sessions differ in their ids and from their first question on.
 
 Gateway, four mock engines and clients run in one process on virtual time, so the results do not
 depend on how busy the machine is. The share is that of bench/clients/run.py: cached prompt tokens,
@@ -69,9 +69,9 @@ class Turn(NamedTuple):
 
 
 class Result(NamedTuple):
-    """How many prompt tokens of one client program's sessions were cached, and how many could be.
+    """How many prompt tokens of one client program's sessions were cached.
 
-    The second number is that of a cache without a size limit.
+    `endless` is their number with a cache without a size limit.
     """
 
     turns: int
@@ -275,7 +275,7 @@ def parse() -> argparse.Namespace:
 
 
 def measured(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Replay the recording of the client `name` by each policy; return the cached shares."""
+    """Replay the recording of the client `name` with each policy, and return the cached shares."""
     client = recorded_clients.load(name)
     return {
         policy: CLOCK.run_until_complete(
@@ -286,7 +286,7 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def measured_alone(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Do what measured() does, in a new process, so that measurements do not slow each other."""
+    """Call measured() in a new process, so that measurements do not slow each other."""
     command = [sys.executable, "-m", "bench.clients.recorded_sessions", "--json", "--only", name]
     command += ["--sessions", str(options.sessions), "--turns", str(options.turns)]
     command += ["--policies", *options.policies]

@@ -45,7 +45,7 @@ class Message(NamedTuple):
 class Exchange(NamedTuple):
     """One HTTP request with its response.
 
-    It also has the time at which the first byte of the response arrived, in monotonic seconds.
+    It also has the monotonic time in seconds at which the first byte of the response arrived.
     """
 
     request: Message

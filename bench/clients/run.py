@@ -122,10 +122,7 @@ def counted_hits(folder: Path) -> int:
 
 
 def interpreter(spec: ClientSpec, installed: Path) -> Path | None:
-    """Return the program that runs a client's script, such as Node.
-
-    None means that it is not installed.
-    """
+    """Return the program that runs a client's script, such as Node; None: it is not installed."""
     if spec.runtime == "node":
         if spec.program.endswith(".mjs"):
             return Path(shutil.which("node") or "node")

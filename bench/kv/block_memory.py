@@ -1,7 +1,7 @@
-"""The memory between which the KV benchmark copies blocks, with the choice and check of blocks.
+"""The memory between which the KV benchmark copies blocks; chooses blocks and verifies them.
 
-Each process has one pool of memory. The content of all blocks comes from a reference with a fixed
-random seed, so that wrong bytes and misplaced blocks are detected.
+Each process has one pool of memory. The content of all blocks is generated from a fixed random
+seed, so that wrong bytes and misplaced blocks are detected.
 
 This module also runs in the virtual environment of the other projects, so it imports only numpy and
 the standard library.

@@ -1,4 +1,4 @@
-"""The KV transports that the benchmark compares: how each is installed, started and commanded.
+"""The KV transports that the benchmark compares: how to install, start and command each of them.
 
 Each transport runs as two processes. bench/kv/measure.py measures them, and bench/kv/goals.py has
 the goals.
@@ -42,7 +42,7 @@ class NotMeasurable(Exception):
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to transfer KV that the benchmark compares, and how it is installed and started.
+    """One KV transport that the benchmark compares, and how to install and start it.
 
     initiator  the process that starts transfers: "source" or "sink"
     settings   arguments of the module's function open_side

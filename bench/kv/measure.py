@@ -100,11 +100,10 @@ It is above 1, so that the whole transfer could take place during the prefill.
 
 
 def exposed_share(pair: Pair, pool_bytes: int, rng: random.Random) -> float:
-    """Measure how much of a KV transfer still remains when the prompt has been computed.
+    """Measure the part of a KV transfer that remains when the prompt has been computed.
 
-    KV is sent layer by layer while the prompt is computed (prefill). Only what remains after that
-    delays the client. Returns the duration of the remaining part, divided by that of the same
-    transfer without a prefill.
+    KV is sent layer by layer while the prompt is computed (prefill). Only the remaining part delays
+    the client. Returns its duration, divided by that of the same transfer without a prefill.
 
     pair        the two processes
     pool_bytes  size of the memory from which blocks are chosen, in each process
@@ -142,10 +141,10 @@ def _verify(pair: Pair) -> None:
 def least_disturbed(
     pair: Pair, task: Callable[[], dict[str, float]], retakes: int
 ) -> tuple[float, dict[str, float]]:
-    """Run a measurement, and repeat it up to `retakes` times if other processes disturb it.
+    """Run a measurement; repeat it up to `retakes` times while other processes disturb it.
 
-    It counts as disturbed if other processes use more than MAX_OTHERS of the machine. Returns the
-    share that they used, and the result of the least disturbed run.
+    A run is disturbed if other processes use more than MAX_OTHERS of the machine. Returns the share
+    that they used, and the result, of the least disturbed run.
     """
     best = _run_watched(pair, task)
     for _ in range(retakes):

@@ -141,7 +141,7 @@ class Layers(Agents):
     LAYOUT = KvLayout(32, 1, 128, KvDtype.BF16, 16)
 
     def custom(self, what: str, prefill_s: float = 0.0) -> float:
-        """Do this end's part of a transfer that is computed layer by layer; return its seconds.
+        """Do this end's part of a transfer that is computed layer by layer, and return its seconds.
 
         what       "fetch" to receive the chosen blocks, "offer" to send them. An offer is measured
                    from the end of the last layer's computation until this side learns that all

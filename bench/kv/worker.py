@@ -117,7 +117,7 @@ class Worker:
         self.side.begin()
 
     def finish(self) -> float:
-        """Return how many CPU seconds this process has used since the last call of begin()."""
+        """Return the CPU seconds that this process has used since the last call of begin()."""
         self.side.finish()
         self.busy.stop()
         return time.process_time() - self.since

@@ -47,7 +47,7 @@ async def agent() -> AsyncIterator[Source]:
 
 
 async def link_times(source: Source, links: int) -> list[float]:
-    """Connect clients to a KV agent one after another; return the seconds that each one needed.
+    """Connect clients one after another to a KV agent; return the seconds that each one took.
 
     source  the agent
     links   number of clients, which know the fleet's secret key

@@ -93,7 +93,7 @@ class Result(NamedTuple):
     resident        growth of the gateway's resident memory
     sockets         growth of the kernel memory of the gateway's sockets
     sockstat        growth of all socket memory on the machine
-    allowed         maximum of `resident` and `sockets` together
+    allowed         maximum of the sum of `resident` and `sockets`
     """
 
     name: str

@@ -57,7 +57,7 @@ def slope(samples: Sequence[Point]) -> Slope:
 
 
 def lows(samples: Sequence[Point]) -> list[Point]:
-    """Return the lowest sample of each period of BIN_S seconds, which noise has raised least."""
+    """Return the lowest sample of each period of BIN_S seconds, because noise raises samples."""
     bins: dict[int, Point] = {}
     for times, value in samples:
         number = int((times - samples[0][0]) // BIN_S)

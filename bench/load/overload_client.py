@@ -141,7 +141,7 @@ class TimedConnection:
 
 
 def age_s(ancillary: list[tuple[int, int, bytes]], now_s: float) -> float:
-    """Return how many seconds ago the kernel received data, by the timestamp that came with it.
+    """Return the seconds since the kernel received data, by the timestamp that came with the data.
 
     ancillary  additional data of recvmsg, with the kernel's timestamp
     now_s      current wall-clock time

@@ -59,11 +59,11 @@ class Figures(msgspec.Struct, frozen=True):
     between 0 and 1.
 
     idle              round trips to a server that only refuses, on the idle machine
-    busy              the same during the spike and the storm
+    busy              the same round trips during the spike and the storm
     shed              time from sending a request to its 429 in the client's socket, for immediate
                       refusals in the spike and the storm
     shed_inside       the part of `shed` within the gateway, from the access log
-    unread            time from then until the client's process read the 429
+    unread            time from the 429 in the client's socket until the client's process read it
     waited            time to a refusal of requests that waited in the queue first
     refused           number of refusals by reason
     streams_open      number of long streams that made progress from the spike to the storm
@@ -74,7 +74,7 @@ class Figures(msgspec.Struct, frozen=True):
     good_after        good requests admitted 10 to 20 s after the spike, divided by the number of
                       clients that arrived then; the requests include retries
     fresh_after       share of these new clients that were admitted at the first try and good
-    calm_after        the same share after the storm, once its clients have given up
+    calm_after        `fresh_after`, but after the storm, once its clients have given up
     first_retry       share of clients refused in the spike with a Retry-After that were admitted at
                       their first retry
     with_retry_after  share of the refusals that had a Retry-After

@@ -47,9 +47,9 @@ GRACE_S = 10.0
 class Try(msgspec.Struct):
     """One of a client's attempts to get its answer.
 
-    Times are in seconds after the beginning of the plan.
+    Times are in seconds after the beginning of the plan, except unread_s, a duration.
 
-    unread_s  delay from the arrival of the response in the socket until the client read it
+    unread_s  seconds from the arrival of the response in the socket until the client read it
     """
 
     due_s: float
@@ -158,8 +158,7 @@ class ClientLoad:
         return round_trips
 
     async def measure_busy(self) -> list[tuple[float, float]]:
-        """Measure round trips to the null server while the plan runs, and return (time, duration)
-        pairs.
+        """Measure round trips to the null server during the plan; return (time, duration) pairs.
 
         The null server refuses all requests, so the durations show how busy the machine is. Both
         values are in seconds; the time counts from the beginning of the plan.

@@ -53,9 +53,7 @@ It lowers their priority, so that the processes under test get the CPU first.
 
 
 class CpuTimes(NamedTuple):
-    """How much CPU time one process got: seconds in which it ran, and in which it waited for a
-    core.
-    """
+    """The CPU seconds in which one process ran, and those in which it waited for a core."""
 
     core_s: float
     runnable_s: float
@@ -136,7 +134,7 @@ def generate_load(
 ) -> tuple[ClientRecords, list[Stream], int, dict[str, CpuTimes]]:
     """Run the load generator with a plan against the fleet, and return the records of all requests.
 
-    That is: the records of the clients, the progress of the streams, the number of requests that
+    The records are those of the clients, the progress of the streams, the number of requests that
     reached the engines since the storm began, and the CPU time of each process in the spike.
     """
     with ExitStack() as stack:

@@ -42,9 +42,7 @@ LOAD_STEP, MOST_LOADS = 1.06, 16
 
 
 def load_near_target(attainment_at: Callable[[float], float]) -> float:
-    """Find a load at which about the share TARGET of requests is served in time.
-
-    Returns it as a multiple of the planned rate.
+    """Return the multiple of the planned rate at which about TARGET of the requests are in time.
 
     attainment_at  returns the simulated share of requests within their latency budgets at a load.
                    It should fall with the load

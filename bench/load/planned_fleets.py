@@ -231,7 +231,7 @@ def replay_sent(case: PoolCase, requests: Sequence[TraceRequest]) -> ReplayRun:
     """Simulate the requests exactly as the live client sends them.
 
     The client limits each answer to its recorded length. So the simulated gateway knows this
-    length, which it has to estimate in other simulations.
+    length. In other simulations, it has to estimate the length.
     """
     options = msgspec.structs.replace(case.options(), learns_lengths=False, expected_output=None)
     return replay(
@@ -258,9 +258,7 @@ def _env() -> dict[str, str]:
 
 
 def compare_seed(name: str, seed: int, options: argparse.Namespace) -> SeedRuns:
-    """Plan one fleet, and do the simulations and the live runs of the traffic of one random
-    seed.
-    """
+    """Plan one fleet; simulate it, and run it live, with the traffic of one random seed."""
     case = CASES[name]
     port = str(free_run(MOST_GROUPS))
     gateway, mock = (

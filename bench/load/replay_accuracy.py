@@ -89,7 +89,7 @@ def run_live(
 
 
 def prediction_errors(log: str) -> PredictionErrors | None:
-    """Return the prediction errors in an access log, or None if it has no predictions.
+    """Return the prediction errors in an access log, or None if the log has no predictions.
 
     They are computed as in the gateway's metric and in simulations. Only some policies predict.
     """

@@ -41,7 +41,7 @@ class Churn:
         self._added = 0
 
     def excuses(self, name: str, started: float, ended: float) -> bool:
-        """Return whether a wrong answer is excused: its engine failed then or shortly before.
+        """Return whether a wrong answer is excused: its engine failed meanwhile or shortly before.
 
         name     name of the engine
         started  beginning of the answer, in time.monotonic seconds

@@ -118,7 +118,7 @@ class SoakFleet:
             assert answer.status == 200, await answer.text()
 
     async def stable_gauges(self) -> dict[str, float]:
-        """Return how many tasks and file descriptors the gateway uses, by name.
+        """Return the numbers of tasks and file descriptors that the gateway uses, by name.
 
         Each is the lowest value within 5 s, because health checks use more of them for short
         moments.
@@ -130,7 +130,7 @@ class SoakFleet:
         return {name: min(total(page, name) for page in pages) for name in STABLE_GAUGES}
 
     async def in_use(self) -> dict[str, float]:
-        """Return how many resources the gateway and the engines hold for requests, by name.
+        """Return the numbers of resources that gateway and engines hold for requests, by name.
 
         All are zero while no request runs.
         """

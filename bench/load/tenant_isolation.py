@@ -55,7 +55,7 @@ LONGEST_S = 6 * 3600.0
 
 
 class Area(msgspec.Struct, frozen=True):
-    """How well a score separates two kinds of prompts: the area under the ROC curve (AUC)."""
+    """How well a score separates two kinds of prompts, as the area under the ROC curve (AUC)."""
 
     auc: float
     low: float
@@ -93,8 +93,8 @@ class Figures(msgspec.Struct, frozen=True):
 
     isolate       whether tenants were isolated
     probes        number of trials of each kind
-    reordered     the same prompt against its words in another order
-    unrelated     the same prompt against an unrelated one, which has another length
+    reordered     how well the same prompt can be told from its words in another order
+    unrelated     how well it can be told from an unrelated prompt, which has another length
     cached_share  share of the prompt tokens that was cached
     """
 
@@ -161,7 +161,7 @@ async def run_probes(
     """Try in many trials whether one tenant's answers show which prompt another tenant has sent.
 
     client  sends prompts as either tenant
-    count   number of trials with the same prompt, as many reordered, and as many unrelated
+    count   number of trials of each kind: the same prompt, a reordered one, an unrelated one
     words   number of words in a prompt
     rng     random source for prompts and order
 

@@ -56,8 +56,8 @@ class Measurement(msgspec.Struct, frozen=True):
 
     goodput         requests per second that met their latency budgets
     attainment      share of the requests that met their latency budgets
-    to_most_loaded  share of the uncached prompt tokens that went to the rank which had the most
-                    work at that moment; an even choice gives 1 / RANKS
+    to_most_loaded  share of the uncached prompt tokens that went to the rank that had the most work
+                    when they were sent; an even choice gives 1 / RANKS
     """
 
     arm: str

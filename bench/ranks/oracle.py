@@ -33,7 +33,7 @@ and changes little else.
 
 
 class PromptCosts:
-    """How many seconds an engine takes to compute parts of a prompt, for the oracle's decisions.
+    """The seconds that an engine needs to compute parts of a prompt, for the oracle's decisions.
 
     The values are measured on a model of the engine's step times.
 

@@ -46,7 +46,7 @@ It is that of a run with one good request, because a ratio to 0 does not exist.
 
 
 def find_users(oracle: str, seed: int, log_line: Callable[[str], None]) -> Measurement:
-    """Find the largest number of users that the oracle serves well, and return its result there.
+    """Find the largest number of users that the oracle serves well; return its result with them.
 
     90% of the requests must meet their latency budgets. The numbers that are tried form a geometric
     series.

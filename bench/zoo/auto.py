@@ -137,7 +137,7 @@ class LoggedFleet(Fleet):
 
 
 def known_fleet(spec: FleetSpec) -> FleetSpec:
-    """Return the engines as the gateway knows them: only what a configuration file can say of them.
+    """Return the engines as the gateway knows them: only facts that its configuration can contain.
 
     These are labels, layouts, KV sizes and limits.
     """
@@ -157,7 +157,7 @@ def known_fleet(spec: FleetSpec) -> FleetSpec:
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """A random workload that is ready to be measured, with how each policy alone did on it."""
+    """A random workload that is ready to be measured, and how well each policy alone served it."""
 
     case: Case
     load: float

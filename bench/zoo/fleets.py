@@ -133,10 +133,10 @@ def prefill_s(kind: GroupKind, tokens: int) -> float:
 def budgets(
     workload: Workload, spec: FleetSpec, requests: Sequence[TraceRequest], rate_s: float
 ) -> Slo:
-    """Return the latency budgets of a random workload, raised so that its engines can meet them.
+    """Return the latency budgets of a random workload, changed so that its engines can meet them.
 
-    The slowest idle engine must be able to meet them. Before that, the budget of the first token is
-    lowered so far that the arrivals last at least SPANS times as long.
+    First the budget of the first token is lowered until the arrivals last at least SPANS times as
+    long. Then both budgets are raised until the slowest idle engine can meet them.
 
     workload  the workload, with its random budgets
     spec      the engines
@@ -173,7 +173,7 @@ def idle_ttft_s(workload: Workload, spec: FleetSpec, requests: Sequence[TraceReq
 
 
 def estimate_rate(spec: FleetSpec, requests: Sequence[TraceRequest], uncached: float) -> float:
-    """Return a rough estimate of how many requests per second the engines can serve.
+    """Return a rough estimate of the requests per second that the engines can serve.
 
     uncached  share of the prompt tokens that must be computed, from 0 to 1
     """

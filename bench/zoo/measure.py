@@ -144,7 +144,7 @@ def _fit_prompts(workload: Workload, fleet: FleetSpec, arrivals: int) -> tuple[R
 
 
 class Attainments:
-    """Which share of requests one policy serves in time on one workload, at each load (attainment).
+    """The shares of requests that one policy serves in time on one workload, by load.
 
     Loads are the powers of STEP. Each one is simulated when it is first needed.
     """
@@ -157,7 +157,7 @@ class Attainments:
         self.cpu_s = 0.0
 
     def at(self, step: int) -> float:
-        """Return which share of requests meets both latency budgets at the load STEP**step."""
+        """Return the share of requests that meet both latency budgets at the load STEP**step."""
         if step not in self.by_step:
             began = process_time()
             self.by_step[step] = self._replay(STEP**step)

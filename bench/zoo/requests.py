@@ -30,7 +30,7 @@ class Requests(msgspec.Struct, frozen=True):
     """The requests of a workload, in order of arrival or session by session.
 
     Arrival times are in units of the mean gap between requests. `uncached` is the share of prompt
-    tokens that one cache without a size limit would not have had.
+    tokens that must be computed even if one cache without a size limit is used.
     """
 
     requests: tuple[TraceRequest, ...]

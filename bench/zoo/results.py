@@ -16,8 +16,8 @@ LEAST = STEP**LOWEST
 class Result(msgspec.Struct, frozen=True):
     """How well one routing policy served one random workload.
 
-    It has the share of requests in time by step of the load, and the highest load for each required
-    share, such as "0.9".
+    It has the share of requests in time by step of the load, and the highest load at which each
+    required share, such as "0.9", is reached.
 
     code     hash of the measured source code
     dropped  why the workload is left out; "" if it counts

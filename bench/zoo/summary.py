@@ -182,8 +182,8 @@ def _targets_table(used: Mapping[int, ByPolicy], rules: Sequence[str], ours: str
 def attainment_gap(by: ByPolicy, rules: Sequence[str], ours: str, share: float) -> float:
     """Return the best rule's attainment (share of requests in time) minus Penstock's.
 
-    Both are measured at a fraction of the best rule's capacity. The best rule is chosen with the
-    other random seed of arrivals, among those measured there.
+    Both are measured at a fraction of the best rule's capacity. The best rule is chosen by the
+    other random seed of arrivals, among the rules measured there.
     """
     gaps = []
     seeds = sorted(by[ours])

@@ -48,7 +48,7 @@ def engine_config(folder: str, tp: int, options: Iterable[str]) -> VllmConfig:
 
 
 def measure(rank: int, tp: int, kv_bytes: int, jobs: list[list[str]]) -> None:
-    """Print how many bytes the weights and the KV cache of each model take on one rank.
+    """Print the bytes that the weights and the KV cache of each model take on one rank.
 
     The rank loads its part of each model. Rank 0 prints one line of JSON per model. If vLLM rejects
     a model, the line has its error.

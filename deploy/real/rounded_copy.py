@@ -21,8 +21,8 @@ _KEPT = ("embed_tokens", "lm_head")
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """Return a weight matrix rounded to `bits` bits, as in a quantised model.
 
-    The weights are divided into groups; each becomes an integer of that many bits times the scale
-    of its group.
+    The weights are divided into groups. Each weight becomes an integer of `bits` bits times the
+    scale of its group.
     """
     most = 2 ** (bits - 1) - 1
     groups = weight.float().reshape(-1, GROUP)

@@ -310,7 +310,7 @@ class CTypes:
 
     A C class is a Python class that Cython compiles to a C struct.
 
-    names  for each name under which the module knows a C class, the full name of that class
+    names  the full name of a C class, for each name by which the module refers to one
     """
 
     names: Mapping[str, str]
@@ -348,10 +348,10 @@ class CTypes:
         return f"{kind} {result} {function.name}({', '.join(declared)})"
 
     def attribute_types(self, node: ast.ClassDef) -> dict[str, str]:
-        """Return the C classes of the attributes that a class assigns to `self`.
+        """Return the C classes of the attributes that a class assigns to `self`, by attribute.
 
-        The result maps the name of each attribute to the class in its annotation, or else to that
-        of the first value assigned to it. It is "" if this is no C class.
+        The C class is that of the attribute's annotation, or else that of the first value assigned
+        to it; "" if this is no C class.
         """
         types: dict[str, str] = {}
         for method in _functions(node):

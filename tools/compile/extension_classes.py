@@ -92,9 +92,8 @@ class Project:
         """Return the full names of functions and methods that are passed as values (callbacks).
 
         They must stay Python functions. If the class of a method is unknown, the result contains
-        the method's bare name. Names that are also attributes of some class are left out, because
-        otherwise half of all methods would match. If this is wrong for a method, its module fails
-        to compile.
+        the method's bare name, unless some class has an attribute of this name. Otherwise half of
+        all methods would match. If a callback is missed, its module fails to compile.
         """
         fields = {name for node in self.classes.values() for name in slots(node) or ()}
         for tree in self.trees.values():
@@ -118,7 +117,7 @@ class Project:
         """Return the private names that code may look up by name at run time.
 
         All other private attributes and methods are used only as `self.name` in C classes, and all
-        other private functions only by their own module. Those need no form that Python can see.
+        other private functions only by their own module. Python code need not see those.
         """
         found = {
             name
@@ -135,7 +134,7 @@ class Project:
 
     @cached_property
     def bases(self) -> Mapping[str, Collection[str]]:
-        """Map each class to its base classes, all by their names without modules."""
+        """Return the base classes of each class, all by their names without modules."""
         bases: dict[str, set[str]] = {}
         for tree in self.trees.values():
             for node in ast.walk(tree):
@@ -247,12 +246,12 @@ def _short_name(base: ast.expr) -> str:
 
 
 def names_looked_up(top: ast.stmt, *, is_closed: bool) -> Iterator[str]:
-    """Yield the attribute names that a statement may look up, also by name in its strings.
+    """Yield the attribute names that a statement may look up, including names in its strings.
 
     These attributes must be visible to Python code.
 
     top        the statement
-    is_closed  whether access by `self.name` does not count, because C code needs no look-up there
+    is_closed  True to leave out access by `self.name`, because C code needs no look-up there
     """
     listed = {
         id(part)

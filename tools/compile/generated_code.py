@@ -4,9 +4,9 @@ There are four changes:
 
 - Access to attributes and calls of methods get inline caches, as in CPython's own interpreter.
   attribute_cache.h implements the caches. Its text is copied into each C file.
-- Checks whether `self` is None are removed from methods of C classes. Instead, a method that Python
-  code calls checks once that `self` is an object of its class: `Class.method(None)` raises a
-  TypeError. C code still checks each other object, so `self` cannot be None in its calls either.
+- Methods of C classes no longer check whether `self` is None. Instead, a method that Python code
+  calls checks once that `self` is an object of its class: `Class.method(None)` raises a TypeError.
+  When C code calls a method, it has already checked the object, so `self` cannot be None either.
   Checks in coroutines and closures stay: the garbage collector may replace their `self` by None.
 - All other checks for None raise their error by one function, so that each passes one argument.
 - The function that records a traceback is marked as cold, so that the C compiler moves the code

@@ -227,7 +227,7 @@ def _working_directory(folder: Path) -> Iterator[None]:
 
 
 def tree_digest() -> str:
-    """Return a hash of the sources and this generator, to know whether C files are up to date."""
+    """Return a hash of the sources and this generator, to know whether C files are current."""
     digest = hashlib.sha256()
     folder = ROOT / "tools" / "compile"
     generator = [*folder.glob("*.py"), *folder.glob("*.h")]

@@ -124,7 +124,7 @@ def rate_or_zero(name: str, window: str = WINDOW, **matchers: str) -> str:
 
 
 def share(name: str, by: str, window: str = WINDOW, **matchers: str) -> str:
-    """Return the query for the fraction of a counter's increase that matching series contribute.
+    """Return the query for the share of a counter's increase that comes from matching series.
 
     For example share("requests_total", "pool", code="~5..") queries the fraction of requests that
     failed, by pool. The fraction is 0 if no series matches.

@@ -41,8 +41,8 @@ def rules_yaml(runbooks: str = RUNBOOKS) -> str:
 def promtool_tests(runbooks: str = RUNBOOKS) -> str:
     """Return the text of the promtool tests, as YAML.
 
-    They check that each alert fires with its sample of a problem, and not with its sample without
-    one.
+    They check that each alert fires with its sample of a problem, and does not fire with its sample
+    of normal operation.
     """
     tests = [test for objective in OBJECTIVES for test in _burn_tests(objective, runbooks)]
     for alert in ALERTS:

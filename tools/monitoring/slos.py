@@ -62,10 +62,10 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 class Burn(msgspec.Struct, frozen=True):
-    """An alert that fires if too many requests fail for an objective, such as 99 % of them in time.
+    """An alert that fires if an objective's error budget is used up too fast.
 
-    The error budget is the share that may fail. The alert fires if it is used up more than `factor`
-    times too fast in both windows. Durations are in Prometheus notation, such as "1h".
+    The error budget is the share of requests that may fail. The alert fires if both windows use it
+    up more than `factor` times too fast. Durations are in Prometheus notation, such as "1h".
 
     long      the long window
     short     the short window, which lets the alert start and end quickly

@@ -83,7 +83,7 @@ def measure_call(pump: int) -> tuple[str, dict[str, Any]]:
 
 
 def shell_call(name: str, member: str, **others: str) -> Call:
-    """Return a function that builds a call of an agent's shell tool, as a model would request it.
+    """Return a function that builds a model's call of an agent's shell tool.
 
     name    name of the tool
     member  the argument that contains the command
@@ -139,6 +139,6 @@ def run(start: Callable[[int], Session], call: Call = measure_call) -> None:
     """Run all conversations of a client program, and print the results as one line of JSON.
 
     start  function that creates the session with a given number
-    call   function that builds the tool call which a message makes the model request
+    call   function that builds the tool call that the mock model is told to make
     """
     print(json.dumps(asyncio.run(_run(start, call))))
