@@ -108,7 +108,7 @@ class SplitRecord:
 
 
 class StoredAt(NamedTuple):
-    """A stored response to which a request refers: its id, its endpoint, and the model's name."""
+    """An earlier response, stored at an engine, to which a request refers by its id."""
 
     response_id: str
     endpoint: str

@@ -4,9 +4,9 @@
         -> attempts: pick AND reserve capacity in one turn of the event loop, send, relay -> account
 
 A permit lets one request proceed. A pool has as many permits as its endpoints can run requests.
-While no request waits in the pool's queue, taking a permit is one check, and the prompt is hashed
-after it, for the pick. Otherwise the prompt is hashed before, because admission control considers
-how much of it is cached.
+The prompt is hashed after the request has its permit, to pick an endpoint by cached prefixes. While
+requests wait in the pool's queue, it is hashed before, because admission control then considers how
+much of the prompt is cached.
 
 The stages are plain calls, in order. A retry is possible until the first byte reaches the client.
 After that, another endpoint can continue the answer (proxy/resume.py), or it ends with an error.

@@ -247,7 +247,7 @@ class SampleHistory:
         self._sum = SketchGrowth({}, {})  # sum of all growths
 
     def __iter__(self) -> Iterator[MetricSample]:
-        """Iterate over the samples, oldest first. They have no sketches."""
+        """Iterate over the samples, oldest first; their quantile sketches are left out."""
         return iter(self._ring)
 
     def copy(self) -> SampleHistory:

@@ -241,7 +241,7 @@ class PoolQueue:
     def mean_service_s(self, now: float) -> float | None:
         """Return the mean seconds from a request's admission to its end; None while unknown.
 
-        By Little's law, this is the pool's capacity divided by its throughput while it is full.
+        While the pool is full, this is its capacity divided by its throughput (Little's law).
         """
         rate = self._queue.full_rate(now)
         return self._queue.capacity / rate if rate else None

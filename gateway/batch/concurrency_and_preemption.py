@@ -1,7 +1,7 @@
 """Decides how many batch requests a pool may run, and which ones are interrupted (preempted).
 
-The number follows the pool's load. It grows slowly while no request waits and other requests meet
-their latency targets. It shrinks at the first sign that they might not.
+The number follows the pool's load. It grows slowly while no request waits and live requests meet
+their latency targets. It shrinks at the first sign that live requests might miss their targets.
 """
 
 from __future__ import annotations

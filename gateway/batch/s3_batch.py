@@ -121,8 +121,8 @@ class S3Batch:
             self._stored = new
             return
         raise OSError(
-            "the batch's record in S3 cannot be written; other processes changed it before "
-            "every attempt"
+            "cannot write the batch's record to S3: before each attempt, another process had "
+            "changed the record"
         )
 
     def _check_own(self, found: LeasedRecord) -> None:

@@ -16,8 +16,7 @@ class _Observation(msgspec.Struct):
 
 
 class LeaseWatch:
-    """Detects expired leases of other processes: a lease has expired if it stays unchanged too
-    long.
+    """Detects expired leases of other processes, which are those that stay unchanged for too long.
 
     The time is measured on this process's clock, so the clocks of several machines need not agree.
     An owner changes the entity tag of its lease with every renewal. A process that has just started
@@ -32,8 +31,8 @@ class LeaseWatch:
     def is_due(self, name: str) -> bool:
         """Return whether the lease with this name has to be read from the storage again.
 
-        A lease is the right of a process to run a batch. It is read rarely while it cannot have
-        expired.
+        A lease is the right of a process to run a batch. To save requests, a lease that cannot have
+        expired yet is rarely read.
         """
         seen = self._seen.get(name)
         return seen is None or self._clock() >= seen.look_due
@@ -54,5 +53,5 @@ class LeaseWatch:
         return now >= ends
 
     def forget_all_but(self, names: Iterable[str]) -> None:
-        """Forget the leases of all batches except `names`, because those batches have ended."""
+        """Forget all leases except `names`, because the batches of the others have ended."""
         self._seen = {name: self._seen[name] for name in names if name in self._seen}

@@ -30,7 +30,7 @@ class StorageUnreachableError(OSError):
 
 
 class LeaseLostError(OSError):
-    """Raised if this process changes a batch that another process has taken over (its lease)."""
+    """Raised if this process wants to change a batch whose lease another process has taken."""
 
 
 class StorageQuota(msgspec.Struct, frozen=True):
@@ -95,8 +95,8 @@ class BatchJournal(Protocol):
 class ClaimedBatch(Protocol):
     """The interface to the stored data of a batch that this process runs, because it has the lease.
 
-    A change raises LeaseLostError, and changes nothing, if another process has taken the lease
-    since.
+    If another process has taken the lease since, methods that change data raise LeaseLostError and
+    change nothing.
 
     record  the batch as it was last stored
     """

@@ -38,7 +38,7 @@ class Split(Section):
 
 
 class Resume(Section):
-    """Settings for continuing a stream exactly, on another endpoint, when its engine fails."""
+    """Settings for continuing a broken stream on another endpoint, without losing tokens."""
 
     attempts: Annotated[
         int, Field(strict=True, ge=2, le=8), BeforeValidator(number_if_substituted)

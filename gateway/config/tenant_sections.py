@@ -15,7 +15,7 @@ MIN_SECRET_CHARS = 16
 class TenantLimits(Section):
     """Limits on the requests of a tenant. A request above them gets status 429.
 
-    They apply to all gateways that share state together, not to each of them.
+    If several gateways share state, a limit applies to the sum of the requests at all of them.
     """
 
     requests_per_minute: Count | None = setting(

@@ -39,7 +39,7 @@ class Timeouts(Section):
 
 
 class Retries(Section):
-    """Settings for retrying a request on another endpoint, if it fails before its first byte."""
+    """Settings for retries of requests that fail before the first byte of their answer."""
 
     budget: Annotated[float, Field(ge=0, le=1)] = setting(
         0.2,

@@ -155,9 +155,9 @@ class Handoffs:
         self._releases: Counted[ConnectionPool] = Counted()
 
     def count_leg(self, end: tuple[str, str]) -> None:
-        """Count one of the two HTTP requests (legs) of a split request, which has ended.
+        """Count the end of one of the two HTTP requests (legs) of a split request.
 
-        `end` has its role and its result, for example ("prefill", "closed").
+        `end` has the leg's role and result, for example ("prefill", "closed").
         """
         counter = self._legs.get(end)
         if counter is None:
@@ -191,7 +191,7 @@ class Handoffs:
         return len(self._numbers)
 
     def sweep(self, now: float) -> None:
-        """Fail the KV transfers that have exceeded their time limit, each of them once."""
+        """Fail the KV transfers that have exceeded their time limit since the last call."""
         overdue = [transfer for transfer, until in self.transfers.items() if until <= now]
         for transfer in overdue:
             if self.transfers.pop(transfer, None) is not None:

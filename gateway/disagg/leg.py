@@ -23,14 +23,14 @@ Ended = Callable[["Leg", UpstreamError | None], None]
 class Leg(EagerTask):
     """One of the two HTTP requests of a split request: the one to its prefill or its decode engine.
 
-    - At its end, it calls `ended` once: with an error, or with None after success. If it is closed
-      before, it does not call `ended`.
-    - No coroutine runs for it, except while it connects.
-    - It implements the connection's payload, so that it notices when its bytes are written.
-    - It also implements the connection's task: step() is called at the end of the answer, and ends
-      the leg.
+    - At its end, a leg calls `ended` once: with an error, or with None after success. If it is
+      closed before, it does not call `ended`.
+    - No coroutine runs for a leg, except while it connects.
+    - A leg implements RequestPayload, so that it notices when its bytes are written.
+    - A leg is the task that waits for the answer: step() is called at the end of the answer, and
+      ends the leg.
 
-    sent_at  when its bytes were written; None: no engine has received any of them
+    sent_at  when the request's bytes were written; None: no engine has received any of them
     """
 
     __slots__ = (

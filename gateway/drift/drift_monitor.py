@@ -169,7 +169,7 @@ class DriftMonitor:
 class LocalDriftWatch:
     """Passes the lengths of this process's ended requests to its drift monitor, if it has one.
 
-    The monitor compares them with the workload that a pool was sized for.
+    The monitor compares the lengths with the workload that a pool was sized for.
     """
 
     def __init__(self, recorder: ShapeRecorder, monitor: DriftMonitor | None) -> None:

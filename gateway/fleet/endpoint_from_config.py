@@ -13,9 +13,9 @@ from policies.sizing.parallel_layout import Layout
 
 
 def to_endpoint(pool: str, spec: EndpointSpec, rank: int | None = None) -> Endpoint:
-    """Return the part of an endpoint's configuration that routing policies use.
+    """Convert an endpoint's configuration to the Endpoint that routing policies use.
 
-    rank  the data-parallel rank that the endpoint stands for; None for the whole engine
+    rank  the data-parallel rank that the Endpoint stands for; None for the whole engine
     """
     layout = spec.layout
     return Endpoint(

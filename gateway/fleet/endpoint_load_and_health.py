@@ -1,7 +1,7 @@
 """Changes of endpoints' load and health: the table applies reservations, failures, scrapes, drains.
 
-Only this table writes an endpoint's EndpointLoad. The rules for health states are in
-policies.health.endpoint_health; the table applies their results.
+Only this table writes an endpoint's EndpointLoad. policies.health.endpoint_health has the rules for
+health states; the table applies what they decide.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class EndpointTable:
         return self._registry.plan(config)
 
     def plan_steps(self, config: Config) -> Steps[RegistryPlan]:
-        """Do the work of plan() in parts. The configuration must not change meanwhile."""
+        """Do the work of plan() in parts: yield after each. The configuration must not change."""
         return self._registry.plan_steps(config)
 
     def apply(self, plan: RegistryPlan) -> RegistryChanges:
@@ -135,15 +135,15 @@ class EndpointTable:
         return changes
 
     def metered_settings(self, plan: RegistryPlan) -> MeteredBefore:
-        """Return the settings of the plan's new and changed endpoints, for meter_steps().
+        """Return the present settings of the endpoints that the plan changes; None for new ones.
 
-        Call this before switch(). A new endpoint has none.
+        Call this before switch(), and pass the result to meter_steps().
         """
         before: MeteredBefore = {m.live: MeteredSettings.of(m.live) for m in plan.changed}
         return before | {m.live: None for m in plan.entering}
 
     def switch(self, plan: RegistryPlan) -> RegistryChanges:
-        """Carry out that part of a plan that requests depend on, in one turn of the event loop."""
+        """Apply the parts of a plan that requests use, all in one turn of the event loop."""
         config = plan.config
         changes = self._registry.apply(plan)
         self._limits, self._progress_s = _health_limits(config), config.health.progress
@@ -155,9 +155,9 @@ class EndpointTable:
         return changes
 
     def meter_steps(self, before: MeteredBefore) -> Steps[None]:
-        """Attach the gauges of new and changed endpoints, in parts, after switch().
+        """Set the gauges and the KV capacity of new and changed endpoints; yield after each part.
 
-        before  their settings before the change, from metered_settings()
+        before  the endpoints' settings before switch(), from metered_settings()
         """
         meter = WorkMeter()
         for live, was in before.items():
@@ -200,9 +200,9 @@ class EndpointTable:
         self._registry.release(live)
 
     def drop_series_steps(self, names: Collection[str]) -> Steps[frozenset[str]]:
-        """Remove the metric series of endpoint names that no endpoint has any more, in parts.
+        """Remove the metric series of those `names` that no endpoint has any more, in parts.
 
-        Returns those names. Names that an endpoint has now keep their series.
+        Yields after each part, and returns the names whose series were removed.
         """
         used = {live.endpoint.name for live in self.all() if not live.is_leaving}
         unused = frozenset(names) - used
@@ -231,8 +231,8 @@ class EndpointTable:
         """Return the request and its cached tokens by endpoint, for a policy to pick an endpoint.
 
         tried     names of endpoints that the policy must not pick
-        in_order  whether candidates are kept sorted; then only endpoints with cached tokens are
-                  listed
+        in_order  whether the policy keeps its candidates sorted; then the query may list only the
+                  endpoints that have cached tokens
         """
         cached: Sequence[int] = ()
         if fingerprint is not None:
@@ -294,7 +294,7 @@ class EndpointTable:
         return await self.probe_health(self._by_slot[candidate.load.slot])
 
     def is_needed(self, live: LiveEndpoint) -> bool:
-        """Return whether no other endpoint of the same pool and role is available."""
+        """Return whether all endpoints of the same pool and role are unavailable."""
         pool = self._pools.get(live.endpoint.pool, ())
         role = live.endpoint.role
         return not any(peer.load.is_available for peer in pool if peer.endpoint.role is role)
@@ -451,7 +451,7 @@ class EndpointTable:
         return live.load.in_flight
 
     def restore_health(self, live: LiveEndpoint, health: Health, *, is_drained: bool) -> None:
-        """Restore health saved by another process, unless this one has seen a failure since."""
+        """Restore a saved drain, and saved health unless this process has seen a failure."""
         if live.health.state is HealthState.UP:
             live.health = health
         live.is_drained = is_drained
@@ -513,7 +513,7 @@ class EndpointTable:
         run_at_once(self.sweep_steps(now))
 
     def sweep_steps(self, now: float) -> Steps[None]:
-        """Do the work of sweep() in parts."""
+        """Do the work of sweep() in parts: yield after each, so that requests can run."""
         self._review_speeds(now)
         yield
         meter = WorkMeter()
@@ -553,7 +553,7 @@ class EndpointTable:
 
 
 def set_beliefs_steps(candidates: Sequence[Candidate], is_enabled: bool) -> Steps[None]:
-    """Turn latency predictions on or off for these endpoints, in parts."""
+    """Turn latency predictions on or off for these endpoints; yield after each part."""
     meter, now = WorkMeter(), monotonic()
     for candidate in candidates:
         is_change = candidate.load.is_modelled is not is_enabled

@@ -1,10 +1,11 @@
 """Plans and applies which endpoints a new configuration adds, keeps and removes; owns their slots.
 
-plan() computes the changes without side effects, and apply() carries them out. plan_steps()
-computes a plan in parts, so that applying it takes little time. An endpoint is identified by its
-pool and URL. While both stay the same, a new configuration keeps its load,
-health, connections and slot number. An endpoint that left the configuration has them until
-release(). A new endpoint with the URL of a known one, in another pool, adopts what is known of the
+plan() computes the changes without side effects, and apply() carries them out. plan_steps() does
+the work of plan() in parts, between which requests can run.
+
+An endpoint is identified by its pool and URL. As long as a configuration has it, its load, health,
+connections and slot number stay. An endpoint that left the configuration keeps them until
+release(). A new endpoint whose URL is known from another pool starts with what is known of that
 engine.
 """
 
@@ -61,8 +62,8 @@ class PlannedEndpoint(msgspec.Struct, frozen=True, eq=False):
     The live endpoint exists already, or was created for the plan.
 
     encryption  the TLS settings of its connections; None: its URL is http://
-    twin        another endpoint with the URL of this new one, of whose engine it adopts what is
-                known; None: there is none
+    twin        an older endpoint with the same URL, from which this new endpoint takes over what is
+                known of the engine; None: there is none
     """
 
     live: LiveEndpoint
@@ -75,8 +76,8 @@ class PlannedEndpoint(msgspec.Struct, frozen=True, eq=False):
     def is_change(self) -> bool:
         """Return whether the new configuration changes the endpoint's settings.
 
-        plan() reuses the live endpoint's objects where the settings are equal, so comparing their
-        identity suffices.
+        plan() reuses the live endpoint's objects where the settings are equal, so objects that
+        differ are changes.
         """
         return self.live.endpoint is not self.endpoint or self.live.spec is not self.spec
 
@@ -86,6 +87,7 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
 
     A plan becomes invalid when the registry of endpoints changes.
 
+    members         all endpoints of the new configuration
     pools           the endpoints among which each pool's policy would pick
     live_by_load    live endpoints by the id() of their loads
     changes         the object that records changes of the endpoints' loads
@@ -120,7 +122,7 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
         return any(facts.lacks(path) for facts in self.api_facts(candidates))
 
     def api_facts(self, candidates: Iterable[Candidate]) -> frozenset[ApiFacts]:
-        """Return what is known of the APIs of the candidates' engines; mostly all have the same."""
+        """Return what is known of the APIs of the candidates' engines, each different set once."""
         lives = self.live_by_load
         facts = set()
         for candidate in candidates:
@@ -130,9 +132,7 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
 
 
 class ApiFacts(NamedTuple):
-    """What is known of the APIs of an engine: its kind, the paths it lists, those it answered with
-    404.
-    """
+    """What is known of an engine's APIs: its kind, the listed paths, the paths with status 404."""
 
     engine: EngineKind
     listed: frozenset[str]
@@ -157,10 +157,10 @@ class EndpointRegistry:
     """The registry of all live endpoints of the gateway.
 
     Each endpoint has a slot number, which is its index in `by_slot` and in arrays such as the
-    cached tokens per endpoint. `by_slot` is the same list object forever. A removed endpoint stays
-    in its slot until a new endpoint takes the slot.
+    cached tokens per endpoint. `by_slot` is changed in place and never replaced. A removed endpoint
+    stays in its slot until a new endpoint takes the slot.
 
-    discovered  discovered endpoints by pool; only Discovery changes it
+    discovered  discovered endpoints by pool; only the class Discovery changes it
     """
 
     def __init__(self, write_queue: WriteQueue) -> None:
@@ -185,7 +185,7 @@ class EndpointRegistry:
         return run_at_once(self.plan_steps(config))
 
     def plan_steps(self, config: Config) -> Steps[RegistryPlan]:
-        """Do the work of plan() in parts. The registry must not change meanwhile."""
+        """Do the work of plan() in parts: yield after each. The registry must not change."""
         meter, builder = WorkMeter(), _PlanBuilder(config)
         for live in self.all():
             builder.add_known(live)

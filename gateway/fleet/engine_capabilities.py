@@ -63,8 +63,8 @@ class EngineCapabilities:
     async def try_apis_if_due(self, live: LiveEndpoint) -> None:
         """Find out which translatable APIs an engine lacks, if it does not list its APIs.
 
-        An engine that has an API refuses a request without members, and generates nothing. One that
-        fails instead is not asked again until it returns from an ejection.
+        Each API gets a request with an empty JSON object, which engines refuse without generating
+        anything. The APIs are tried once; after an ejection of the endpoint, they are tried again.
         """
         if live.has_tried_apis or live.api_paths or not live.has_list:
             return

@@ -106,10 +106,10 @@ class ScrapedLoad(msgspec.Struct, frozen=True):
 
     @property
     def progress(self) -> tuple[int | None, float | None]:
-        """Return two values that change only while the engine computes: output tokens, KV in use.
+        """Return (output tokens, share of KV in use), which only change while the engine computes.
 
-        The KV in use shows progress during a long prompt: it grows with every computed chunk, while
-        no token is generated.
+        During a long prompt, the engine generates no token, but its KV in use grows with every
+        computed chunk.
         """
         return self.generated_tokens, self.kv_usage
 

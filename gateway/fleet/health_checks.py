@@ -112,7 +112,7 @@ class HealthChecker:
         run_at_once(self.reconfigure_steps(config))
 
     def reconfigure_steps(self, config: Config) -> Steps[None]:
-        """Do the work of reconfigure() in parts.
+        """Do the work of reconfigure() in parts: yield after each, so that requests can run.
 
         The first new endpoint gets its first health check immediately, the others soon after it.
         """

@@ -129,8 +129,8 @@ class LiveEndpoint:
     def adopt(self, twin: LiveEndpoint | None) -> None:
         """Take over what is known of the engine from another endpoint with the same URL, if any.
 
-        Nothing is taken over if `twin` sends the engine other requests than this endpoint. Requests
-        are counted separately, and the list of models is read again soon.
+        Nothing is taken over if the two differ in their kind of engine, API key or TLS settings.
+        Each endpoint counts its own requests, and the list of models is read again soon.
         """
         if (
             twin is None
@@ -150,7 +150,7 @@ class LiveEndpoint:
 
     @property
     def may_list_models(self) -> bool:
-        """Return whether no answer about its models has come from the engine yet."""
+        """Return whether the engine has not answered a request for its list of models yet."""
         return self.models_at is None and not self.has_bad_list
 
     @property

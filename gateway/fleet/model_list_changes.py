@@ -42,10 +42,10 @@ class ModelListNews:
     )
 
     def __init__(self, report: Callable[[], asyncio.Task[None] | None]) -> None:
-        """Create an object without news.
+        """Create a reporter that has no change to report yet.
 
-        report  function that reports a change. It may return a task; then the report lasts until
-                the task ends
+        report  function that reports changes. If it returns a task, the next report waits for the
+                end of that task
         """
         self._report = report
         self._next_at = self._began_at = 0.0

@@ -46,8 +46,8 @@ would leave the page to the next poll.
 def least_probe_s(live: LiveEndpoint) -> float:
     """Return the shortest time between two health checks of an endpoint, in seconds.
 
-    It is longer for hosted providers, which limit the number of requests: a health check must not
-    use up what client requests need.
+    It is longer for hosted providers, which limit the number of requests: health checks must leave
+    nearly all of that number to client requests.
     """
     return ENGINE_TRAITS[live.endpoint.engine].least_probe_s
 

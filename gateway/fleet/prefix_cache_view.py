@@ -194,7 +194,7 @@ class PrefixCacheView:
     def expect_cached(
         self, fingerprint: Fingerprint, live: LiveEndpoint, prompt_tokens: int
     ) -> CacheExpectation | None:
-        """Return how many cached tokens the answer to this prompt must report, by the KV events.
+        """Predict, by the KV events, how many cached tokens the answer to this prompt reports.
 
         Returns None if the endpoint publishes no KV events.
         """
@@ -210,10 +210,10 @@ class PrefixCacheView:
             endpoint.on_answer(expected, prompt, cached, monotonic())
 
     def confirm_cached_share(self, live: LiveEndpoint, believed: float, actual: float) -> None:
-        """Compare the cached share of a prompt that the prefix index predicted with the real one.
+        """Compare the predicted share of a prompt's tokens in the cache with the actual share.
 
-        Both are shares of the prompt's tokens (0 to 1); the engine's answer has the real one. This
-        measures how reliable the index is. Predictions that came from KV events are left out.
+        `actual` is what the engine's answer reports; both are 0 to 1. This measures how reliable
+        the prefix index is. Endpoints whose predictions come from KV events are left out.
         """
         if self.exact.is_exact(live.load.slot):
             return

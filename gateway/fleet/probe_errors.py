@@ -1,4 +1,4 @@
-"""Judges why a probe of an endpoint failed: nothing listens, or its name is unknown. No I/O."""
+"""Finds out why a probe of an endpoint failed, such as that its host name is unknown. No I/O."""
 
 from __future__ import annotations
 

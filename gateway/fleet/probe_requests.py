@@ -72,10 +72,10 @@ class ProbeRequests:
     async def complete(
         self, live: LiveEndpoint, timeout_s: float, members: dict[str, object]
     ) -> int | None:
-        """Request a completion with these members; return its status, or None without an answer.
+        """Request a completion with these members; return the answer's completion_status().
 
-        An error with status 200 counts by its code. If no model of the engine is known, nothing is
-        sent, and the result is None. Raises NotSentError.
+        Returns None without an answer, or, without sending anything, if no model of the engine is
+        known. Raises NotSentError if this process could not send the request.
         """
         model = known_model(live)
         if model is None:
@@ -93,7 +93,7 @@ class ProbeRequests:
 
 
 def completion_status(status: int, body: bytes) -> int:
-    """Return the status of an engine's answer, or that of an error sent with status 200."""
+    """Return the status of an engine's answer; for an error body with status 200, its status."""
     error = find_error_body(body) if status == 200 else None
     if error is None:
         return status

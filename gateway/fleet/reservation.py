@@ -25,9 +25,9 @@ from policies.routing_types import Pick, Request
 
 
 class DropSink(Protocol):
-    """The interface of the speed monitor for prompts whose requests are cancelled.
+    """The interface through which a reservation reports a cancelled prompt to the speed monitor.
 
-    A reservation calls it if a client leaves before the first token of its answer.
+    A prompt is cancelled if its client leaves before the first token of the answer.
     """
 
     def on_dropped(self, live: LiveEndpoint, tokens: int, now: float, /) -> None: ...
@@ -119,8 +119,8 @@ class Reservation:
         """Record whether the engine answered a request for a stream with one whole answer.
 
         A whole answer shows when it was complete, and not when its prompt was computed. Therefore
-        its time is compared only with those of other whole answers, and the endpoint does not seem
-        slow at prompts.
+        its duration is compared only with those of other whole answers. Otherwise the endpoint
+        would seem slow at computing prompts.
         """
         if not self.request.stream:
             return
@@ -250,8 +250,8 @@ class DecodeReservation(Reservation):
     def on_handed_over(self) -> None:
         """Record that the prompt is computed and its KV cache is being transferred.
 
-        This matters only for an answer that is not streamed, which shows nothing until its end. A
-        stream shows its first token.
+        This is used only for an answer that is not streamed, as it has no visible first token that
+        shows the end of the transfer.
         """
         if not self.entry.sees_first_token:
             self.entry.on_kv_arrived(monotonic())

@@ -1,7 +1,7 @@
 """Decides which endpoints serve a model, and by which name their engines know it. No I/O.
 
-An endpoint serves a model only if its /v1/models lists the engine's name of it. If that list is
-unknown, the configuration decides. model_list_reader.py reads the lists, and
+An endpoint serves a model only if its page /v1/models lists the name that the engine has for the
+model. Without that list, the configuration decides. model_list_reader.py reads the lists, and
 reload/snapshot_plan.py builds routes from these decisions.
 """
 
@@ -20,11 +20,10 @@ MOST_CHARACTERS = 64
 
 
 def explicit_models(config: Config) -> list[Model]:
-    """Return the configured models, each with the name by which engines know it.
+    """Return the configured models; fill in `served_model`, the engines' name, where it is needed.
 
-    `served_model` is the engine's name of a model. An endpoint's setting can give this name for one
-    model of its pool. If several models of a pool lack the setting, each one gets its own name as
-    `served_model`.
+    An endpoint's setting `served_model` can name only one model of its pool. If several models of a
+    pool have no `served_model` of their own, their `name` becomes their `served_model`.
     """
     unnamed = Counter(model.pool for model in config.models if model.served_model is None)
     return [
@@ -41,8 +40,8 @@ def serving_endpoints(
     """Return the candidates that may serve a model.
 
     A candidate may serve a configured model if its engine lists the model's name, or has sent no
-    list of models. Without configured models, only the list counts. If no engine lists the model,
-    these are the candidates whose first list is awaited.
+    list of models. In a configuration without models, only engines that list the model serve it; if
+    none does, the result is the candidates whose first list has not arrived.
     """
     lives, is_configured = plan.live_by_load, bool(plan.config.models)
     listing = []
@@ -87,7 +86,7 @@ def public_names(plan: RegistryPlan, pool: str) -> list[str]:
 def engine_name(model: Model, endpoint: Endpoint) -> str:
     """Return the name by which an endpoint's engine knows the model.
 
-    `model` comes from explicit_models(); its own name is the one that clients use.
+    `model` comes from explicit_models(); `model.name` is the name that clients use.
     """
     return model.served_model or endpoint.served_model or model.name
 

@@ -40,7 +40,7 @@ COHORTS_AT_ONCE = 4
 
 
 class WaitingPrompt(Protocol):
-    """The interface of a request that waits for its first byte, from which its delay is predicted.
+    """The interface of a request that waits for its first byte; its further wait is predicted.
 
     Reservation implements it.
     """
@@ -154,7 +154,7 @@ class SpeedMonitor:
     def stalled(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> tuple[list[LiveEndpoint], list[LiveEndpoint]]:
-        """Find endpoints where requests may be late: return two lists, the second one to throttle.
+        """Return the endpoints where requests may be late, and those of them to throttle.
 
         Requests may be late at two kinds of endpoints, which the first list contains:
 
@@ -189,10 +189,10 @@ class SpeedMonitor:
         return late, doubtful
 
     def was_paused(self, now: float) -> bool:
-        """Return whether the gateway itself got no CPU a moment ago, so that silences show nothing.
+        """Return whether the gateway itself has just been paused, for example without CPU time.
 
-        After such a pause, answers that arrived during it may be unread, because an event loop may
-        run its timers before it reads. The next check for stalls comes after those reads.
+        After a pause, engines may only look silent: the event loop may run its timers before it
+        reads the answers that have arrived. By the next check for stalls, it has read them.
         """
         is_late = self._checked_at > 0.0 and self._is_check_late(now)
         return is_late or now - self._paused_at < STALL_CHECK_S
@@ -259,7 +259,7 @@ class SpeedMonitor:
             )
 
     def on_dropped(self, live: LiveEndpoint, tokens: int, now: float) -> None:
-        """Record that a prompt with `tokens` tokens to compute was cancelled at the endpoint."""
+        """Record that a prompt of `tokens` uncached tokens was cancelled before any token."""
         expectations = self._expectations_of(live.endpoint.pool)
         live.speed.on_dropped(tokens, now, step_s=expectations.running_step_s(_member(live)))
 

@@ -65,11 +65,11 @@ def is_ejected_as_slow(live: LiveEndpoint) -> bool:
 
 
 def accept_returned(live: LiveEndpoint, before: Health, peer: LiveEndpoint | None) -> None:
-    """Let an endpoint return into rotation, with learned speeds that suit its present state.
+    """Let an endpoint return into rotation; replace its latency model if it was ejected as slow.
 
-    If it was ejected as slow, it gets a copy of the latency model of `peer`, a healthy endpoint.
-    Its own model was learned while it was slow, and would keep latency-aware policies away from it.
-    `before` is its health until now.
+    The replacement is a copy of the model of `peer`, a healthy endpoint. The endpoint's own model
+    was learned while it was slow, and would keep latency-aware policies away from the endpoint.
+    `before` is the endpoint's health before its return.
     """
     if before.cause is HealthEvent.SLOW and peer is not None:
         state = restart_state.belief_state(peer.load.belief)

@@ -1,9 +1,9 @@
 """Learns how long each endpoint's engine may be silent before it counts as stalled.
 
-The gateway asks a silent engine for one token. An engine that computes one request at a time lets
-that token wait as well, whatever kind it is declared to be. So a missing token proves a stall only
-of an engine that is known to compute requests side by side. For any other engine, the silences that
-its pool has ended by answers before say how long one may last.
+The gateway sends a silent engine a test request for one token. An engine that computes one request
+at a time also lets the test request wait, so a missing token does not prove a stall. It proves one
+only for an engine that is known to compute requests side by side. For other engines, the limit
+follows from the longest silence after which an engine of the pool has answered.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Silences:
     def observe(self, live: LiveEndpoint, now: float) -> float:
         """Return for how many seconds the endpoint has been silent while requests wait.
 
-        A silence that the engine's output has ended since the last call is remembered. `now` is in
-        monotonic seconds.
+        If the engine has ended its silence by output since the last call, the silence is recorded.
+        `now` is in monotonic seconds.
         """
         silence = self._of(live)
         if live.upstream.last_body_at != silence.body_at:
@@ -72,7 +72,7 @@ class Silences:
     def on_test_token(self, live: LiveEndpoint) -> None:
         """Record that the engine answered a test request while earlier requests kept waiting.
 
-        It is then known to compute requests side by side, so a shorter silence proves a stall.
+        Then the engine computes requests side by side, so a shorter silence proves a stall.
         """
         self._of(live).batches = True
 

@@ -18,13 +18,13 @@ LEAST_WAIT_S, MOST_WAIT_S = 1.0, 60.0
 def hold_back(live: LiveEndpoint, wait_s: float | None, now: float) -> None:
     """Limit the endpoint's concurrent requests for some seconds, because its engine refused one.
 
-    A refusal (429, 503) is not a fault of the endpoint, so the endpoint is not ejected. But it
-    refuses faster than others serve, and has no load. Policies would pick it first for every
-    request.
+    A refusal (429, 503) is not a fault of the endpoint, so the endpoint is not ejected. But because
+    it refuses requests faster than others serve them, it would have the least load, and policies
+    would pick it first for every request.
 
-    - With a Retry-After, it gets no requests for that time.
-    - Without one, its engine is probably full. The number of requests that it runs becomes the
-      limit; if it runs none, it gets none.
+    - With a Retry-After, the endpoint gets no requests for that time.
+    - Without one, its engine is probably full. The limit becomes the number of requests that it
+      runs, which may be 0.
 
     Afterwards the limit grows step by step, as after a stall.
 
@@ -73,7 +73,7 @@ def admit_reviewed(live: LiveEndpoint, now: float) -> None:
 
 
 def raise_limits(live: LiveEndpoint, ramp_s: float, now: float) -> None:
-    """Raise or end those limits of an endpoint whose time has come.
+    """Raise or end the limits of an endpoint that are due at the time `now`.
 
     `ramp_s` is the duration of a slow start in seconds.
     """

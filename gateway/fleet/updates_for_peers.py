@@ -15,8 +15,8 @@ from policies.routing_types import Endpoint
 class OutgoingUpdates:
     """What other gateways must learn from this one, collected since it sent the last updates.
 
-    prompts         (fingerprint, endpoint, prompt tokens, cached tokens) of each prompt sent to an
-                    endpoint; cached tokens are then None. An entry with a number corrects an
+    prompts         (fingerprint, endpoint, prompt tokens, cached tokens); cached tokens are None
+                    when a prompt is sent to an endpoint. An entry with a number corrects an
                     earlier one: the prompt was not computed after all, and at most this many of its
                     tokens are cached
     cache_reports   (endpoint, predicted cached share of a prompt, share that its engine reported)

@@ -13,12 +13,12 @@ def delay_acks(transport: asyncio.Transport | None) -> None:
     """Let the kernel acknowledge two chunks of a stream with one packet.
 
     By default, Linux acknowledges each chunk immediately (quick-ack mode) on a connection that only
-    receives. That costs CPU time on both sides. With TCP_QUICKACK off, it waits for a second chunk,
-    at most 40 ms.
+    receives. That costs CPU time on both sides. With TCP_QUICKACK off, Linux waits up to 40 ms for
+    a second chunk, and acknowledges both together.
 
     Call this once per stream, after its first token: a silence of 40 ms, as before the first token,
-    turns quick-ack mode on again. An engine that leaves Nagle's algorithm on also waits 40 ms,
-    once.
+    turns quick-ack mode on again. It delays the stream once by up to 40 ms if the engine uses
+    Nagle's algorithm.
     """
     if QUICKACK is not None and transport is not None and not transport.is_closing():
         with suppress(OSError):  # the kernel lacks the option: keep acknowledging each chunk

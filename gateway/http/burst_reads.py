@@ -1,9 +1,9 @@
 """Reads bursts of small chunks from an engine once per millisecond.
 
-An engine may send many chunks of one stream back to back, each in a write of its own. Each would
-take an iteration of the event loop, a read and a send, which cost six times as much as relaying the
-chunk. So the first few are relayed at once, and then the connection is not read for a millisecond,
-in which the kernel collects further chunks.
+An engine may send many chunks of one stream back to back, each with a separate write. To read and
+send each chunk in its own event loop iteration costs six times as much as relaying its bytes. So
+the first few chunks are relayed at once. Then the connection is not read for a millisecond, in
+which the kernel collects further chunks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BurstReads:
     def add(self, connection: BurstConnection, transport: asyncio.Transport) -> None:
         """Stop reading from `transport`, and call the connection's end_burst() after PAUSE_S.
 
-        A connection that joins others waits a shorter time.
+        If other connections wait already, this one waits only until they resume.
         """
         if not self._waiting:
             self._loop.call_later(PAUSE_S, self._end)

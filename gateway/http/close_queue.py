@@ -26,8 +26,8 @@ class CloseQueue:
     def defer_close(self, transport: asyncio.Transport | None) -> bool:
         """Queue a connection whose client has disconnected; return whether the queue will close it.
 
-        If not, the caller has to close it now, as the event loop does when eof_received() returns
-        False. This is so for TLS connections, which the event loop closes in any case.
+        If not, the caller must close the connection now, for example by returning False from
+        eof_received(). The queue takes no TLS connection, nor the first CLOSES of an iteration.
         """
         if transport is None or not transport.can_write_eof():
             return False

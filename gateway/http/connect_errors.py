@@ -25,7 +25,7 @@ class NoFreePortError(OSError):
 def lacks_port(error: OSError, host: str, port: int) -> bool:
     """Return whether a connect to an IP address failed because no local port was free.
 
-    The error of a machine without any address that can reach `host` has the same number.
+    The result is False if the error has another cause: no address here can reach `host`.
     """
     if error.errno != errno.EADDRNOTAVAIL:
         return False

@@ -37,8 +37,8 @@ ProtocolFactory = Callable[[], asyncio.Protocol]
 class NewConnections:
     """Accepts API connections, and begins those that arrive together one after another.
 
-    _recent  number of event loop iterations for which another new connection is still taken for
-             part of a crowd
+    _recent  number of event loop iterations in which a further new connection counts as part of a
+             crowd, so that all waiting connections are accepted
     """
 
     __slots__ = ("_connections", "_limits", "_loop", "_recent", "_turns")
@@ -58,9 +58,9 @@ class NewConnections:
     def wrap_factory(
         self, new_protocol: ProtocolFactory, listening: socket.socket
     ) -> ProtocolFactory:
-        """Wrap a server's protocol factory: with a connection, all others that wait are accepted.
+        """Wrap a protocol factory, to accept all clients in the queue when one has connected.
 
-        new_protocol  the server's own factory
+        new_protocol  the server's protocol factory, which the returned one calls
         listening     the server's listening socket
         """
 

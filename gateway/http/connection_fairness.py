@@ -1,8 +1,8 @@
 """Begins connections and requests that come in crowds in turn, by client address.
 
 A thousand clients may connect and send a request at the same moment, or a client may send further
-requests before it has read the response. To begin them all takes a second. In turn, a client with
-another address begins after a few of them.
+requests before it has read the response. To begin all of these takes a second. Because client
+addresses take turns, a client with another address has to wait for only a few of them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class RequestTurns:
                  first address has the next turn
     _held_bytes  sum of these bytes
     _begun       number of connections and requests that have begun in this event loop iteration
-    later_begun  number of later requests that have begun immediately, without waiting, in about
-                 this event loop iteration; the write queue resets it when it sends
+    later_begun  number of later requests on open connections that have begun without waiting since
+                 the write queue last sent; the queue then sets it to 0
     """
 
     __slots__ = ("_begun", "_held_bytes", "_is_scheduled", "_loop", "_waiting", "later_begun")

@@ -1,9 +1,9 @@
 """Limits on the number of client connections of a process, and on their unread bytes.
 
 Unread bytes are received but belong to no request yet, such as an incomplete request head. Their
-clients have not been authenticated. All connections share `limits.unread_budget` bytes for them,
-which are part of `limits.body_budget`. When these are used up, the oldest unread bytes are
-discarded: an honest client completes its request within milliseconds.
+clients have not been authenticated. The unread bytes of all connections together are limited to
+`limits.unread_budget`, a part of `limits.body_budget`. Above this limit, the oldest unread bytes
+are discarded: an honest client completes its request within milliseconds.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ class ClientConnections:
     def set_unread(self, connection: CountedConnection, unread: int, limit: int) -> None:
         """Set the number of a connection's bytes that belong to no request yet; apply the limit.
 
-        Above the limit, the oldest unread bytes of all connections are dropped. A single one may
-        have a quarter of the limit or MIN_SHARE, whichever is more.
+        Above the limit, the oldest unread bytes of all connections are dropped. A single
+        connection may have a quarter of the limit, or MIN_SHARE if that is more.
         """
         if not unread:
             self._release(connection)
@@ -208,8 +208,8 @@ class ClientConnections:
         The delay keeps its client from connecting again immediately. Hundreds of clients that do so
         would fill the queue of new connections, in which others wait.
 
-        There is no delay while the connections that wait for their end may hold MAX_DELAYED_BYTES
-        in the kernel.
+        There is no delay if the delayed connections together may already hold MAX_DELAYED_BYTES in
+        the kernel.
 
         kernel_bytes  bytes that the kernel may hold until the connection ends
         """

@@ -45,7 +45,7 @@ def reader_expiry(paused_s: float, limits: Limits) -> Expiry | None:
 
 
 def idle_expiry(age_s: float, limits: Limits, *, has_sent_nothing: bool) -> Expiry | None:
-    """Return CLOSE if the client's next request has not begun in time, else None.
+    """Return CLOSE if the client has not begun to send its next request in time, else None.
 
     The limit is `headers_timeout` for the first request on a connection, and `idle_timeout` for
     later ones.

@@ -59,9 +59,9 @@ class Downstream(Protocol):
 class UpstreamConnection:
     """A connection to one engine, which carries one request and its response at a time.
 
-    last_activity_at  monotonic time at which it last delivered a part of a response to the client;
-                      before that, at which the request was sent
-    idle_since        monotonic time at which its newest response ended
+    last_activity_at  monotonic time at which the client last received a part of the response; until
+                      the first part, the time at which the request was sent
+    idle_since        monotonic time at which the newest response ended
     transport         None before the connection is established and after it is lost
 
     The class implements asyncio.Protocol without inheriting from it: with a Python base class it
@@ -137,8 +137,8 @@ class UpstreamConnection:
     def half_close(self) -> None:
         """Half-close the connection: the engine cancels the request, but can end its response.
 
-        TLS has no half-close here. The engine notices the cancellation only when the caller closes
-        the connection.
+        Does nothing on a TLS connection, which cannot be half-closed; the engine cancels the
+        request only when the caller closes the connection.
         """
         self._outbox.flush()
         self._descriptor = -1
@@ -153,7 +153,7 @@ class UpstreamConnection:
 
     @property
     def is_mid_event(self) -> bool:
-        """Return whether the client lacks the end of an event or body that only this engine has."""
+        """Return whether the client has received only a part of the current event or body."""
         return (
             self._relay is not None and self._relay.is_committed and not self._relay.is_at_boundary
         )
@@ -291,7 +291,7 @@ class UpstreamConnection:
         self._outbox.long_reads.add(self, relay, data, transport)
 
     def end_slices(self) -> None:
-        """Resume reading from the engine, as only the last slice of a long read is left to relay.
+        """Resume reading from the engine, because all but one slice of a long read are relayed.
 
         Reading stays paused while the client reads too slowly.
         """
@@ -300,7 +300,7 @@ class UpstreamConnection:
             self.transport.resume_reading()
 
     def process_deferred(self, relay: Relay, data: bytes) -> None:
-        """Relay a chunk or slice that was put off to this iteration, unless its response ended."""
+        """Relay a chunk or slice that was deferred to this iteration, unless the response ended."""
         if self._relay is not relay:  # the response has ended, so these bytes are surplus
             self.abort()
             return
@@ -575,8 +575,8 @@ class ConnectionPool:
     def silence_duration_s(self, now: float) -> float:
         """Return for how many seconds clients have waited without any output of the engine.
 
-        It is 0 if no client is waiting. Response heads are not output, because API servers send
-        them before the engine sees the request.
+        The result is 0 if no client is waiting. Response heads do not count as output, because API
+        servers send them before the engine sees the request.
         """
         waiting_since = [
             connection.last_activity_at for connection in self.connections if connection.is_awaited
@@ -589,7 +589,7 @@ class ConnectionPool:
             connection.fail(kind, message)
 
     def fail_between_events(self, kind: str, message: str) -> int:
-        """Fail the responses whose clients have whole events only; return how many others run."""
+        """Fail all responses that are not in the middle of an event; return how many still run."""
         spared = [connection for connection in self.connections if connection.is_mid_event]
         for connection in self.connections.difference(spared):
             connection.fail(kind, message)

@@ -1,10 +1,10 @@
 """Opens connections to the host of an engine. Host names are looked up; their addresses are kept.
 
-A name is looked up for each new connection, because it leads elsewhere when an engine moves. A
-resolver that is slow or out of order shows nothing about the engine, so the addresses of the last
-lookup are used then, and those of the running lookup if they all fail. They are forgotten if the
+A name is looked up for each new connection, because its addresses change when an engine moves. A
+slow or failed resolver says nothing about the engine. Then the addresses of the last lookup are
+tried first, and the result of the running lookup after them. All addresses are forgotten if the
 resolver says that the name does not exist: another server may have them by now. If a name has
-several addresses, a silent one must not use up the time of the others.
+several addresses, each gets only a part of the time to connect.
 """
 
 from __future__ import annotations

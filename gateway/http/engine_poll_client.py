@@ -111,7 +111,7 @@ class PollClient:
     def __init__(self, url: str, addresses: EngineAddresses | None = None) -> None:
         """Create a client without connecting.
 
-        addresses  the addresses of the engine's host, if others connect to it as well
+        addresses  lookups of the engine's host, shared with other clients; None: not shared
         """
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -42,11 +42,11 @@ class FastConnection(ClientConnection, asyncio.Protocol):
 
     headers          the headers of the request being served
     _unread          received bytes; those after `_offset` belong to no request yet
-    _unread_counted  number of such bytes that count against the memory budget of all connections
+    _unread_counted  number of these bytes that count against the budget for unread bytes
     _kernel_bytes    bytes that the kernel may buffer while reading is paused
     _is_turn_due     whether the first request in `_unread` waits for its turn to begin
-    _held_phase      phase that goes on when the turn comes, unless the request was pipelined
-    _head            the newest request head; the next one usually differs only in its length
+    _held_phase      phase to return to when the turn comes; None for a pipelined request
+    _head            the newest request head, reused if the next differs only in its length
     _pieces          the body received so far; `_missing` bytes are still to come
     _reserve         function that reserves memory for the body while it is being received
     _closed          future that resolves when the connection is lost; None until close_when_idle()

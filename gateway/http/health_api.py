@@ -1,7 +1,7 @@
 """The pages /, /health, /ping and /version of the API listener, which need no API key.
 
-They show that this process answers HTTP requests. Whether it can serve models is shown by /readyz
-of the admin server.
+The pages show that this process answers HTTP requests. The page /readyz of the admin server shows
+whether the process can serve models.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Allocates and frees large request bodies without blocking the event loop.
 
-For 30 MiB, growing a buffer can copy it within the heap for 8 ms, and freeing it at once takes 4 to
+To grow a buffer to 30 MiB can take 8 ms, because the heap copies it. To free it at once takes 4 to
 8 ms, because the kernel takes the pages back one by one. So a body gets its full size from the
-start, which touches no page, and its pages are freed in steps.
+start, and its pages are freed in steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _new_bytes.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
 
 
 def new_body(size: int) -> bytes:
-    """Return a new body of `size` bytes, at least 2; the caller fills it with write_piece()."""
+    """Return a body of `size` >= 2 undefined bytes, for the caller to fill with write_piece()."""
     body: bytes = _new_bytes(None, size)
     return body
 

@@ -29,7 +29,7 @@ JoinInTurn = Callable[[list[bytes]], Awaitable[bytes]]
 async def join_pieces(pieces: list[bytes]) -> bytes:
     """Join the pieces of a large body over several event loop iterations, and empty the list.
 
-    The iterations are needed because the pages of 30 MiB take ten times as long as copying them.
+    Joining 30 MiB at once would block the event loop, as the kernel has to supply the memory pages.
     Pieces are freed on the way, so the body is never in memory twice.
     """
     size = sum(map(len, pieces))
@@ -49,10 +49,10 @@ async def join_pieces(pieces: list[bytes]) -> bytes:
 
 
 def current_slowness() -> float:
-    """Return how many times as long as on the reference machine parsing takes now; at least 1.
+    """Measure the factor by which parsing is slower now than on the reference machine; at least 1.
 
-    The same body takes two to three times as long on a slower machine, or while other processes use
-    its memory and caches. Then an image of 3 MB must not make its client wait.
+    The factor is two to three on a slower machine, or while other processes use its memory and
+    caches. Limits on parsing times are multiplied by it, so that images still cause no wait.
     """
     text = _reference_text()
     began_s = thread_time()

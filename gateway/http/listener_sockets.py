@@ -33,8 +33,8 @@ def is_port_free(host: str, port: int) -> bool:
     A command checks its port before it starts anything, so that its error can name the option to
     change. Port 0 is always free.
 
-    If the port cannot be listened on for another reason, such as an unknown host, the result is
-    True: the listener's own error explains that better.
+    The result is also True if the port cannot be used for another reason, such as an unknown
+    host: the listener's own error explains that better.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

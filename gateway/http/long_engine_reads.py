@@ -60,7 +60,7 @@ class LongReads:
     ) -> None:
         """Relay `data` of a long read in slices, after the data added earlier for this connection.
 
-        Reading from `transport` is paused until then.
+        Reading from `transport` is paused until the last slice.
         """
         self._schedule()
         transport.pause_reading()
@@ -70,10 +70,10 @@ class LongReads:
     def add_step(
         self, connection: SlicedConnection, relay: Relay, transport: asyncio.Transport | None
     ) -> None:
-        """Let `relay` finish its work on bytes that it has, before more bytes are relayed.
+        """Let `relay` process the bytes that it has received, before it gets any more slices.
 
-        `transport` is the connection's; reading from it is paused until then, unless it is closing
-        or None.
+        Meanwhile, reading from `transport`, the connection's transport, is paused, unless it is
+        closing or None.
         """
         self._schedule()
         if transport is not None and not transport.is_closing():

@@ -1,4 +1,4 @@
-"""The open listeners of the API and the admin server, from their sockets to their servers."""
+"""Opens the listeners of the API and the admin server, with TLS if configured, and closes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OpenListeners:
 
     sockets       listening sockets by listener name; at first, those inherited from another process
     tls           certificates of the listeners that use TLS
-    accepted      spreads the start of new API connections over turns of the event loop
+    accepted      spreads the start of new API connections over event loop iterations
     limits        returns the limits of the running configuration
     """
 

@@ -21,18 +21,18 @@ except ImportError:
     def send_now(descriptor: int, data: bytes, /) -> int:
         """Send as many bytes to a socket as it accepts without waiting; return their number.
 
-        The caller writes the rest to the transport. An error counts as 0 bytes, because the
-        transport reports it then. The transport must be open and have no unsent bytes: otherwise
-        these bytes could overtake others, or reach another connection. This Python version sends
-        nothing.
+        The caller writes the rest to the transport. An error counts as 0 bytes sent; the transport
+        then reports it. The transport must be open and have no unsent bytes: otherwise these bytes
+        could overtake others, or reach another connection. This pure Python version sends nothing,
+        so the caller writes everything to the transport.
         """
         return 0
 
 
 def descriptor_of(transport: asyncio.BaseTransport) -> int:
-    """Return the descriptor of an open transport if its socket may be sent to directly, else -1.
+    """Return the descriptor of an open transport if send_now() may use its socket, else -1.
 
-    It may if the transport is uvloop's and does not use TLS.
+    The transport must be uvloop's and must not use TLS.
     """
     if type(transport) is not DIRECT:
         return -1

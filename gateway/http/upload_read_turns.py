@@ -37,7 +37,7 @@ class ReadTurns:
     __slots__ = ("_is_scheduled", "_loop", "_reads", "_turns", "_waiting")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, turns: int = TURNS) -> None:
-        """Create an empty queue; `turns` connections may read again per event loop iteration."""
+        """Create an empty queue, from which `turns` connections read in each loop iteration."""
         self._loop = loop
         self._turns = turns
         self._is_scheduled = False

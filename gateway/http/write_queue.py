@@ -1,4 +1,4 @@
-"""Sends all writes of an event loop iteration at its end; defers some chunks to later iterations.
+"""Sends the writes of each event loop iteration at its end; defers some chunks to later ones.
 
 Handling thirty reads and then thirty writes keeps the processor's caches warm, which saves CPU time
 (docs/performance.md).
@@ -78,7 +78,7 @@ class WriteQueue:
     def enqueue(self, transport: asyncio.Transport, data: bytes, descriptor: int = -1) -> None:
         """Queue a write to a socket.
 
-        It is sent before any callback runs that is scheduled after this call.
+        The data is sent before any callback runs that is scheduled after this call.
 
         descriptor  descriptor of the socket if it may be sent to directly (socket_send.py), else -1
         """
@@ -92,7 +92,7 @@ class WriteQueue:
     def call_after_flush(self, callback: Callable[[], None]) -> None:
         """Call a function once, after the next flush at the end of an event loop iteration.
 
-        A call of the loop's call_soon() for it would take 2,000 processor instructions more.
+        This costs less than the event loop's call_soon().
         """
         if not self._is_scheduled:
             self._is_scheduled = True

@@ -89,7 +89,7 @@ class CheckedFleet(msgspec.Struct, frozen=True):
 
 
 def run_checklist(fleet: CheckedFleet) -> list[CheckFinding]:
-    """Run all production checks on a fleet, and return the findings in the order of the guide."""
+    """Run all production checks on a fleet, and return the findings in a fixed order."""
     parts: tuple[Callable[[CheckedFleet], Iterator[CheckFinding]], ...] = (
         *(
             _fits,

@@ -63,8 +63,8 @@ class Discovery:
         """Create a discovery that runs no sources until start() is called.
 
         found          the dict to store discovered endpoints in, by pool; it becomes `discovered`
-        apply          function that calls the given function, which changes `found`, and applies
-                       the change. If it raises ValueError, the change is undone
+        apply          function that is called with another function, which changes `found`; `apply`
+                       must call this function. If `apply` raises ValueError, the change is undone
         create_source  function that creates the source for a `discover` section
         """
         self.discovered = found

@@ -39,8 +39,8 @@ def specs_for(
 
     addresses  (host, port) of the endpoints; only the first MAX_ENDPOINTS are used
     traits     the settings that all of these endpoints get
-    earlier    the previous result for the same traits, whose configurations are reused. Building
-               thousands of configurations takes a tenth of a second
+    earlier    the previous result for the same traits; its configurations are reused, because
+               building thousands of them takes a tenth of a second
     """
     shared = {name: getattr(traits, name) for name in type(traits).model_fields}
     wanted = sorted(set(addresses))[:MAX_ENDPOINTS]

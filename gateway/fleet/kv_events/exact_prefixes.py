@@ -111,7 +111,7 @@ class ExactPrefixes:
             source.blocks.close()
 
     def refresh(self, now: float) -> None:
-        """Recompute which endpoints have exact KV events. Call it after events and regularly."""
+        """Recompute which endpoints have exact KV events. Call this after events, and regularly."""
         self._exact = {
             slot: endpoint for slot, endpoint in self.endpoints.items() if endpoint.is_exact(now)
         }
@@ -253,10 +253,10 @@ class ExactPrefixes:
     def on_sent(
         self, fingerprint: Fingerprint, slot: int, prompt_tokens: int, now: float
     ) -> CacheExpectation | None:
-        """Record that a prompt is sent to an endpoint; return what the answer must report.
+        """Record that a prompt is sent to the endpoint in `slot`; predict its cached tokens.
 
-        That is the number of cached tokens, if the KV events are right. Returns None if the
-        endpoint, which has this slot number, has no KV events.
+        The answer must report a number in the expected range, if the KV events are right. Returns
+        None if the endpoint has no KV events.
         """
         if slot not in self.endpoints:
             return None

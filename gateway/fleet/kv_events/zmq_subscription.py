@@ -27,9 +27,9 @@ _END_OF_REPLAY = b"\xff" * 8
 
 
 class Subscription:
-    """The ZeroMQ sockets to one engine rank, whose messages it passes to the rank's EventSource.
+    """The ZeroMQ sockets to one engine rank, for the rank's EventSource.
 
-    It passes received messages and lost connections to the source, and sends its replay requests.
+    It passes received messages and lost connections to the source, and sends replay requests.
     """
 
     def __init__(
