@@ -7,6 +7,7 @@ modules that cannot be imported here.
 from __future__ import annotations
 
 import ast
+import gc
 import io
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
@@ -47,7 +48,14 @@ def modules(*folders: str) -> Mapping[str, Module]:
         for path in sorted((ROOT / top).rglob("*.py"))
         if path != ROOT / "kvtransfer" / "setup.py"
     }
-    return {name: _read(name, path, paths) for name, path in paths.items()}
+    # The trees have millions of objects, which stay. Collections that visit them would take longer
+    # than the tests.
+    gc.disable()
+    try:
+        return {name: _read(name, path, paths) for name, path in paths.items()}
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def dotted_name(path: Path) -> str:

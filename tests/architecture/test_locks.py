@@ -92,5 +92,6 @@ def _installed_with(names: Iterable[str]) -> set[str]:
 
 
 def test_without_extras_at_most_20_other_packages_are_installed() -> None:
-    # pyproject.toml asks for numpy only where no wheel with extension modules fits.
-    assert len(_installed_with({*wanted()} - {"numpy"})) <= 20
+    # pyproject.toml asks for numpy only where no wheel with extension modules fits. Before Python
+    # 3.11.3, redis-py needs async-timeout too.
+    assert len(_installed_with({*wanted()} - {"numpy"}) - {"async-timeout"}) <= 20
