@@ -162,8 +162,8 @@ def diagnose(minute: MinuteCounts) -> list[DiagnosisLine]:
 def shorten(reasons: Sequence[DiagnosisLine]) -> Sequence[DiagnosisLine]:
     """Return at most MAX_FINDINGS sentences of a diagnosis, in the same order.
 
-    Sentences about one endpoint are left out first. Then the last sentence says how many are
-    missing, and names their endpoints.
+    Sentences about the whole gateway take precedence. If some are left out, the last sentence says
+    how many, and names their endpoints.
     """
     if len(reasons) <= MAX_FINDINGS:
         return reasons

@@ -77,7 +77,7 @@ class DiskBatch:
 
 
 class JournalFile:
-    """The file to which the process that runs a batch appends the results of its requests.
+    """The journal file of a batch, to which results of requests are appended.
 
     It implements BatchJournal (storage_interface.py).
     """

@@ -52,7 +52,7 @@ def whole_body(body: bytes, api: Api) -> bytes:
 
 
 def rest_body(terms: ContinuationTerms, kept: KeptAnswer, model: str) -> bytes:
-    """Return the body of a request for the rest of an answer that was interrupted.
+    """Return the body of a request that continues an interrupted answer.
 
     terms  what the new request has to repeat of the original one, such as sampling parameters
     kept   the part of the answer that was received

@@ -91,12 +91,12 @@ def scope_digest(key_digest: bytes) -> str:
 
 
 class PoolAccess:
-    """Reads the load of one pool, from which the limit of its batch requests is computed.
+    """Reads the load of one pool, to compute how many batch requests may run there.
 
     schedule   the plan for the pool's batches, by their completion windows
     _missed    number of other requests that missed a latency target in the newest window
     _targets   the latency targets of other requests
-    _answered  by service class: number of answered other requests, and when it last changed
+    _answered  by service class: number of answered live requests, and when it last changed
     """
 
     def __init__(self, pool: str, gateway: Gateway, metrics: Metrics) -> None:

@@ -16,7 +16,7 @@ class KeptAnswer(msgspec.Struct):
     """The part of an answer that was received before its batch request was interrupted.
 
     prompt         token ids of the prompt, as the engine rendered it
-    tokens         ids of the tokens whose text is in `text`
+    tokens         ids of the tokens of `text`
     text           text of the answer so far
     first          first chunk of the answer as raw JSON, which contains its id and creation time
     prompt_tokens  number of tokens of the original prompt

@@ -16,7 +16,7 @@ class _Observation(msgspec.Struct):
 
 
 class LeaseWatch:
-    """Detects expired leases of other processes, which are those that stay unchanged for too long.
+    """Detects leases of other processes that have expired, as they stay unchanged for too long.
 
     The time is measured on this process's clock, so the clocks of several machines need not agree.
     An owner changes the entity tag of its lease with every renewal. A process that has just started

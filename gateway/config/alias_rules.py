@@ -30,7 +30,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield a warning for each two alias patterns of different models that can match one name.
+    """Yield a warning for each pair of alias patterns of two models that can match the same name.
 
     The warning says which of the two patterns gets the names that match both.
     """

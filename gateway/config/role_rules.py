@@ -46,7 +46,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield warnings: prefill endpoints that get no requests, and splits without prefill."""
+    """Yield warnings about prefill endpoints without requests, and splits without prefill."""
     split_pools = {
         get_member(model, "pool")
         for _, model in iter_mappings(get_member(data, "models"), ("models",))

@@ -64,7 +64,7 @@ def iter_tls_sections(data: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def find_repeated(values: Iterator[tuple[Path, str]], what: str) -> Iterator[RuleFinding]:
-    """Yield an error for each text in `values` that occurred before.
+    """Yield an error for each text in `values` that repeats an earlier one.
 
     values  (path in the configuration, text) of each text
     what    subject of the error message, such as "the name of an endpoint"

@@ -104,7 +104,7 @@ class Substituted(str):
 
 
 def number_if_substituted(value: object) -> object:
-    """Convert a value that came from a ${...} reference to a number, if it is one.
+    """Convert the text of a resolved ${...} reference to a number, if it has the form of one.
 
     All other values are returned unchanged. Therefore a number that was written in quotes, such as
     "8080", stays a text and is reported as an error.
@@ -228,7 +228,7 @@ def parse_yaml(
     """Parse YAML 1.2, and return its data with the problems found.
 
     file       the name shown in problems; relative references start at its folder
-    read_file  function that reads the files that are referred to
+    read_file  function that reads the file of a ${file:...} reference
     refused    path of a value -> why the references in it must not be resolved
 
     Raises ConfigError if the text is not YAML.

@@ -115,7 +115,7 @@ class PairFigures:
 
 
 class Transfer(Protocol):
-    """The interface of a KV transfer in progress, which is failed if it takes too long."""
+    """The interface of a KV transfer in progress: on_overdue() is called if it takes too long."""
 
     def on_overdue(self) -> None:
         """Fail the KV transfer because it has exceeded its time limit."""

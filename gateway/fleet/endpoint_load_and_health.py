@@ -294,7 +294,7 @@ class EndpointTable:
         return await self.probe_health(self._by_slot[candidate.load.slot])
 
     def is_needed(self, live: LiveEndpoint) -> bool:
-        """Return whether all endpoints of the same pool and role are unavailable."""
+        """Return whether no endpoint of this pool and role is available, so this one is needed."""
         pool = self._pools.get(live.endpoint.pool, ())
         role = live.endpoint.role
         return not any(peer.load.is_available for peer in pool if peer.endpoint.role is role)
@@ -538,7 +538,7 @@ class EndpointTable:
     def fail_streams(self, *, immediately: bool = False) -> int:
         """Fail all running requests, because the gateway is stopping; return how many still run.
 
-        immediately  whether streams may fail in the middle of an event, instead of at its end
+        immediately  whether to fail streams in the middle of an event too, not only between events
         """
         kind, message = SHUTDOWN, "the gateway stops"
         if immediately:

@@ -3,10 +3,10 @@
 plan() computes the changes without side effects, and apply() carries them out. plan_steps() does
 the work of plan() in parts, between which requests can run.
 
-An endpoint is identified by its pool and URL. As long as a configuration has it, its load, health,
-connections and slot number stay. An endpoint that left the configuration keeps them until
-release(). A new endpoint whose URL is known from another pool starts with what is known of that
-engine.
+An endpoint is identified by its pool and URL. As long as the configuration has the endpoint, its
+load, health, connections and slot number stay. When it has left the configuration, it keeps them
+until release(). A new endpoint whose URL is known from another pool takes over what is known of
+that engine.
 """
 
 from __future__ import annotations

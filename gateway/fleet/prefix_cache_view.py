@@ -51,7 +51,7 @@ class PrefixCacheView:
         secret       key of the hashes; gateways with the same secret compute the same hashes
         index_bytes  bytes of memory for the prefix index
         block_bytes  bytes of a prompt per hashed block
-        event_bytes  bytes of memory for the index from KV events
+        event_bytes  bytes of memory for the index that is built from KV events
         """
         self.exact = ExactPrefixes(event_bytes)
         self._fingerprinter = Fingerprinter(secret, block_bytes)

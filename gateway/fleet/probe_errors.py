@@ -27,7 +27,7 @@ class NotSentError(Exception):
 
 
 def record_resolution(live: LiveEndpoint, error: BaseException) -> None:
-    """Record whether a probe failed because of the host name; log the first such failure."""
+    """Record whether a probe failed because of an unknown host name; log the first failure."""
     cause = error.os_error if isinstance(error, ConnectError) else None
     is_unresolved = isinstance(cause, socket.gaierror)
     if is_unresolved and not live.is_unresolved:

@@ -93,7 +93,7 @@ class ProbeRequests:
 
 
 def completion_status(status: int, body: bytes) -> int:
-    """Return the status of an engine's answer; for an error body with status 200, its status."""
+    """Return the status of an engine's answer; for an error with status 200, the error's code."""
     error = find_error_body(body) if status == 200 else None
     if error is None:
         return status

@@ -1,9 +1,9 @@
 """Learns how long each endpoint's engine may be silent before it counts as stalled.
 
 The gateway sends a silent engine a test request for one token. An engine that computes one request
-at a time also lets the test request wait, so a missing token does not prove a stall. It proves one
-only for an engine that is known to compute requests side by side. For other engines, the limit
-follows from the longest silence after which an engine of the pool has answered.
+at a time lets the test request wait, too. So a missing token proves a stall only if the engine is
+known to compute requests side by side. For other engines, the limit follows from the longest
+silence after which an engine of the pool has answered.
 """
 
 from __future__ import annotations

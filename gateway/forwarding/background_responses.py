@@ -51,7 +51,7 @@ _decode = msgspec.json.Decoder(_Response).decode
 
 
 class BackgroundResponses:
-    """Follows responses that engines generate in the background, to count them by tenant."""
+    """Polls engines about background responses, to know which ones still run for each tenant."""
 
     def __init__(self, endpoints: EndpointTable, quotas: Quotas) -> None:
         """Create an empty collection of background responses.

@@ -1,4 +1,4 @@
-"""The headers of requests to engines, and which headers of the client are passed on to them."""
+"""Builds the headers of requests to engines, and selects the client's headers to pass on."""
 
 from __future__ import annotations
 

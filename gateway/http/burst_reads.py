@@ -30,7 +30,7 @@ class BurstConnection(Protocol):
 
 
 class BurstReads:
-    """The connections of one event loop that wait a millisecond before they read more."""
+    """The connections to engines that pause reading for a millisecond to collect more chunks."""
 
     __slots__ = ("_loop", "_waiting")
 

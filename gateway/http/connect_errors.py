@@ -1,4 +1,4 @@
-"""Distinguishes failures to connect that this process causes from those that an engine causes."""
+"""Tells whether a failure to connect was caused by this process or by the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NoFreePortError(OSError):
 def lacks_port(error: OSError, host: str, port: int) -> bool:
     """Return whether a connect to an IP address failed because no local port was free.
 
-    The result is False if the error has another cause: no address here can reach `host`.
+    The result is False if the cause is that no address of this machine can reach `host`.
     """
     if error.errno != errno.EADDRNOTAVAIL:
         return False
@@ -55,7 +55,7 @@ def is_local_error(error: OSError) -> bool:
 
 
 def connect_error_kind(error: OSError) -> str:
-    """Return the kind of failure of a request whose connection to an engine failed."""
+    """Return the kind of UpstreamError to raise when a connection to an engine failed."""
     if is_process_error(error):
         return LOCAL_ERROR
     return "connect_error" if is_local_error(error) else "connect_failed"

@@ -1,4 +1,4 @@
-"""Begins connections and requests that come in crowds in turn, by client address.
+"""Begins crowds of connections and requests fairly: client addresses take turns.
 
 A thousand clients may connect and send a request at the same moment, or a client may send further
 requests before it has read the response. To begin all of these takes a second. Because client
@@ -49,7 +49,7 @@ class RequestTurns:
 
     There is one object per event loop.
 
-    _waiting     those that wait and the bytes that each holds in memory, by client address; the
+    _waiting     by client address: what waits, each with the bytes that it holds in memory; the
                  first address has the next turn
     _held_bytes  sum of these bytes
     _begun       number of connections and requests that have begun in this event loop iteration

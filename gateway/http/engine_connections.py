@@ -137,8 +137,8 @@ class UpstreamConnection:
     def half_close(self) -> None:
         """Half-close the connection: the engine cancels the request, but can end its response.
 
-        Does nothing on a TLS connection, which cannot be half-closed; the engine cancels the
-        request only when the caller closes the connection.
+        A TLS connection cannot be half-closed. Its engine cancels the request only when the caller
+        closes the connection.
         """
         self._outbox.flush()
         self._descriptor = -1

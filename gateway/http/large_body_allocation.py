@@ -50,7 +50,7 @@ class BodyMemory:
     pages may go back to the kernel before the object itself is freed.
 
     _bodies     large bodies, in use or not
-    _discarded  number of bytes of the last body in `_bodies` that went back to the kernel
+    _discarded  number of bytes of the last body in `_bodies` that were already freed
     """
 
     __slots__ = ("_bodies", "_discarded", "_handle", "_is_freeing")

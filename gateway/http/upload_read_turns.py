@@ -32,7 +32,7 @@ class TurnReader(Protocol):
 
 
 class ReadTurns:
-    """The connections of one event loop that wait for their turn to read, in order."""
+    """A queue of the connections whose reading is paused until their turn comes."""
 
     __slots__ = ("_is_scheduled", "_loop", "_reads", "_turns", "_waiting")
 

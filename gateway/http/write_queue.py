@@ -47,7 +47,7 @@ class WriteQueue:
     budget_spent   whether this iteration has written enough; if so, further chunks from engines
                    must be deferred to a later one
     read_turns     client connections that wait to read again after a long read
-    burst_reads    connections to engines that wait to read again in a burst of chunks
+    burst_reads    connections to engines that pause reading to collect small chunks
     long_reads     the long reads from engines, which are relayed in slices
     piece_turns    client connections that wait to read the next part of a request
     request_turns  new client connections, and requests of a crowd, that wait to begin

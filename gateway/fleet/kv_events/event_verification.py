@@ -40,7 +40,7 @@ class EndpointEvents:
 
     problem  why the endpoint has no sources; "" if it has some
     audits   number of answers whose cached tokens were compared with the KV events
-    errors   number of those comparisons in which the two disagreed
+    errors   number of these answers that disagreed with the KV events
     """
 
     __slots__ = (
@@ -130,7 +130,7 @@ class EndpointEvents:
             source.resynchronize(now)
 
     def tick(self, now: float) -> None:
-        """Check two timeouts: of replay requests, and of events that should follow an answer."""
+        """Check two timeouts: for replays, and for the KV events that must follow an answer."""
         for source in self.sources:
             source.tick(now)
         since = self._expected_since

@@ -322,7 +322,7 @@ class ExactPrefixes:
         engine_model: str,
         salt: str,
     ) -> None:
-        """Record a prompt's token ids, by which the blocks in KV events are matched to it.
+        """Record a prompt's token ids, so that blocks in KV events can be matched to the prompt.
 
         fingerprint   the chain of hashes of the prompt's blocks, by which the prompt is found again
         tokens        the prompt's token ids

@@ -36,7 +36,7 @@ WORKERS = 4
 
 
 class Tokenizer(msgspec.Struct, frozen=True):
-    """The endpoints that can tokenize prompts for a model, and the engines' name of that model."""
+    """The endpoints whose engines can tokenize prompts for a model, and their name of the model."""
 
     endpoints: Sequence[LiveEndpoint]
     engine_model: str
