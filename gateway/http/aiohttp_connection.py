@@ -30,8 +30,8 @@ from gateway.config import Limits
 from gateway.http import client_body_reader, head_errors
 from gateway.http.client_body_reader import CONTINUE
 from gateway.http.client_connection import ClientConnection, Serve
+from gateway.http.client_timeouts import Phase
 from gateway.http.connection_limits import ClientConnections, unread_budget_error
-from gateway.http.connection_phase import Phase
 from gateway.http.large_body_parsing import LARGE_BODY, JoinInTurn
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.api_table import API_PATHS, stored_api

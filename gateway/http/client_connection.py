@@ -16,7 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from gateway.config import Limits
-from gateway.http.connection_phase import (
+from gateway.http.client_timeouts import (
     BODY,
     CLOSING,
     HEAD,

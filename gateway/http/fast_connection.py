@@ -17,8 +17,8 @@ from aiohttp.tcp_helpers import tcp_keepalive
 from gateway.config import Limits
 from gateway.http.aiohttp_connection import AiohttpConnection
 from gateway.http.client_connection import ClientConnection, Serve, add_piece
+from gateway.http.client_timeouts import BODY, CLOSING, HEAD, IDLE, SERVING, Phase
 from gateway.http.connection_limits import ClientConnections, unread_budget_error
-from gateway.http.connection_phase import BODY, CLOSING, HEAD, IDLE, SERVING, Phase
 from gateway.http.eager_task import EagerFuture, EagerTask, new_future
 from gateway.http.large_body_parsing import LARGE_BODY, JoinInTurn
 from gateway.http.socket_send import descriptor_of

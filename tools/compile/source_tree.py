@@ -100,7 +100,7 @@ SMALL = (
     *_modules("gateway/fleet", "endpoint_load_and_health endpoint_registry rank_endpoints"),
     *_modules("gateway/fleet", "engine_metrics live_endpoint speed_monitor updates_for_peers"),
     *_modules("gateway/http", "burst_reads close_queue connection_accept connection_fairness"),
-    *_modules("gateway/http", "connection_limits connection_phase engine_poll_client"),
+    *_modules("gateway/http", "client_timeouts connection_limits engine_poll_client"),
     *_modules("gateway/http", "engine_request large_body_allocation large_body_parsing"),
     *_modules("gateway/http", "long_engine_reads upload_read_turns"),
     *_modules("gateway/forwarding", "background_responses hedge internal_answer"),

@@ -12,6 +12,7 @@ import pytest
 from gateway.config import Limits
 from gateway.http import connection_fairness
 from gateway.http.aiohttp_connection import WEIGHT, AiohttpConnection
+from gateway.http.client_timeouts import HEAD
 from gateway.http.connection_fairness import (
     BEGINNINGS,
     LATER_BEGINNINGS,
@@ -19,7 +20,6 @@ from gateway.http.connection_fairness import (
     MAX_SKIPPED,
     RequestTurns,
 )
-from gateway.http.connection_phase import HEAD
 from gateway.http.fast_connection import MAX_UNREAD, FastConnection
 from tests.unit.gateway.http.connection_harness import FakeTransport, Harness, request, turns
 

@@ -1,4 +1,4 @@
-"""The phases of a client connection (idle, receiving, serving, closing) and their timeouts.
+"""The timeouts of a client connection in each phase: idle, receiving, serving, closing.
 
 The functions are pure. Their arguments are durations in seconds and the configured limits.
 """

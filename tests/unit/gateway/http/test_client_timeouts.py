@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.config import Limits
-from gateway.http.connection_phase import (
+from gateway.http.client_timeouts import (
     BODY_GRACE_S,
     LINGER_S,
     Expiry,
