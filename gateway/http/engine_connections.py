@@ -18,7 +18,7 @@ from gateway.http.ack_delay import delay_acks
 from gateway.http.burst_reads import BURST_GAP_S, READS_BEFORE_BURST
 from gateway.http.connect_errors import connect_error_kind
 from gateway.http.eager_task import EagerFuture, new_future
-from gateway.http.engine_host_lookup import EngineAddresses
+from gateway.http.engine_lookup_and_connect import EngineAddresses
 from gateway.http.engine_request import RequestPayload, UpstreamTimeouts
 from gateway.http.socket_send import descriptor_of
 from gateway.http.upload_read_turns import LONG_READ

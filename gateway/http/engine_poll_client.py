@@ -12,7 +12,7 @@ from time import monotonic
 from typing import cast
 from urllib.parse import urlsplit
 
-from gateway.http.engine_host_lookup import EngineAddresses
+from gateway.http.engine_lookup_and_connect import EngineAddresses
 from gateway.protocol.response.http_response_parser import FramingError
 from gateway.protocol.response.short_response import ShortResponse
 from gateway.util.tls_contexts import Encryption

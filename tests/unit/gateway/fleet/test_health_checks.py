@@ -23,7 +23,7 @@ from gateway.fleet.health_checks import HealthChecker
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.served_models import serving_endpoints
 from gateway.http.engine_connections import ConnectionPool
-from gateway.http.engine_host_lookup import Address, EngineAddresses
+from gateway.http.engine_lookup_and_connect import Address, EngineAddresses
 from gateway.http.engine_poll_client import ConnectError
 from policies.health.endpoint_health import HealthEvent, HealthState
 from policies.routing_types import EngineKind

@@ -1,4 +1,4 @@
-"""Opens connections to the host of an engine. Host names are looked up; their addresses are kept.
+"""Looks up the host name of an engine, and connects to the first address that accepts.
 
 A name is looked up for each new connection, because its addresses change when an engine moves. A
 slow or failed resolver says nothing about the engine. Then the addresses of the last lookup are

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import uvloop
 
-from gateway.http import engine_host_lookup
+from gateway.http import engine_lookup_and_connect
 from gateway.http.connect_errors import NoFreePortError
 from gateway.http.engine_connections import ConnectionPool
-from gateway.http.engine_host_lookup import (
+from gateway.http.engine_lookup_and_connect import (
     AVOID_S,
     OLD_PATIENCE_S,
     PATIENCE_S,
@@ -55,7 +55,7 @@ class FakeNetwork:
         self.silent: set[tuple[str, int]] = set()
         self.refusals: dict[tuple[str, int], OSError] = {}
         self.tried: list[tuple[str, int]] = []
-        monkeypatch.setattr(engine_host_lookup, "_connected_socket", self._connected_socket)
+        monkeypatch.setattr(engine_lookup_and_connect, "_connected_socket", self._connected_socket)
 
     async def look_up(self, host: str, port: int) -> Sequence[Address]:
         await asyncio.sleep(self.lookup_s)
