@@ -72,7 +72,7 @@ OFF_PATH = (
     *_modules("gateway/protocol", "message_bytes python_byte_scan python_message_bytes"),
     *_modules("gateway/protocol", "response_store_probe upstream_error"),
     *_modules("gateway/protocol/request", "http2_refusal image_size json_object lax_numbers"),
-    *_modules("gateway/protocol/request", "multipart"),
+    *_modules("gateway/protocol/request", "multipart unknown_model"),
     *_modules("gateway/protocol/response", "engine_retry_after resume_eligibility"),
     *_modules("gateway/protocol/translate", "chat_types messages_conversation messages_request"),
     *_modules("gateway/protocol/translate", "request_reader responses_answer responses_input"),

@@ -6,9 +6,7 @@ not rebuilt. api_call.py has the Call, and the body that engines get.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -54,6 +52,7 @@ from gateway.protocol.request.sequence_count import (
 )
 from gateway.protocol.request.service_level_headers import MAX_PRIORITY, RequestPreferences
 from gateway.protocol.request.sessions import SESSION_MEMBERS, with_body_session
+from gateway.protocol.request.unknown_model import unknown_model
 from policies.admission.prompt_length_correction import PromptLengths
 from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengths
 from policies.routing_types import Request, Slo
@@ -371,21 +370,6 @@ def _prompt(names: tuple[str, ...], members: Mapping[str, msgspec.Raw]) -> tuple
     return tuple(members[name] for name in names if name in members)
 
 
-def _unknown_model(
-    requested: str, models: Mapping[str, ModelInfo], unlisted: Mapping[str, str]
-) -> GatewayError:
-    with suppress(KeyError):
-        return GatewayError(Failure.MODEL_NOT_FOUND, unlisted[requested], param="model")
-    if len(requested) <= 64 and requested.isprintable():
-        shown = requested
-    else:
-        shown = requested[:64].encode("unicode_escape").decode() + "..."
-    similar = difflib.get_close_matches(requested[:128], models, n=3)
-    hint = f" Did you mean {' or '.join(repr(name) for name in similar)}?" if similar else ""
-    message = f"The model '{shown}' does not exist.{hint}"
-    return GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
-
-
 def _read_unusual(
     members: dict[str, msgspec.Raw],
     models: Mapping[str, ModelInfo],
@@ -405,7 +389,7 @@ def _read_unusual(
     try:
         model = models[requested]
     except KeyError:
-        raise _unknown_model(requested, models, unlisted) from None
+        raise unknown_model(requested, models, unlisted) from None
     for name in () if is_form else MAX_NUMBERS.keys() & members:
         number = lax_integer(member_value(members, name))
         if number is not None:

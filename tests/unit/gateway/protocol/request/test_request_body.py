@@ -213,21 +213,10 @@ def test_text_is_never_rejected_for_its_length() -> None:
     assert parsed({**COMPLETION, "prompt": "x" * 10_000}, api_table.COMPLETIONS, context_tokens=64)
 
 
-@pytest.mark.parametrize(
-    ("asked", "shown"),
-    [
-        ("demp", "'demp' does not exist. Did you mean 'demo'?"),
-        ("zzzzzzzz", "'zzzzzzzz' does not exist."),
-        ("a\r\nb\x1b[31m", r"'a\r\nb\x1b[31m...'"),
-        ("x" * 1000, f"'{'x' * 64}...'"),
-    ],
-)
-def test_an_unknown_model_is_shown_short_and_without_control_characters(
-    asked: str, shown: str
-) -> None:
-    error = refusal({**CHAT, "model": asked})
+def test_an_unknown_model_is_refused_with_a_similar_name() -> None:
+    error = refusal({**CHAT, "model": "demp"})
     assert (error.failure, error.param) == (Failure.MODEL_NOT_FOUND, "model")
-    assert shown in error.message
+    assert "Did you mean 'demo'?" in error.message
 
 
 @pytest.mark.parametrize("size", [0, SMALL_BODY_BYTES])
