@@ -1,8 +1,8 @@
 """HTTP handlers that parse a request, submit its jobs, and send the answer: chats, pooling, audio.
 
 A handler parses the request, submits one job per choice to the engine (TpGroup), and waits for the
-result. Faults of single requests are injected here. If the client disconnects, aiohttp cancels the
-handler, and the handler aborts its jobs.
+result. fault_answers.py has the answers to requests that an injected fault affects. If the client
+disconnects, aiohttp cancels the handler, and the handler aborts its jobs.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ from mockgpu.http.background_responses import (
 )
 from mockgpu.http.chat_conversion import read_members
 from mockgpu.http.choice_and_stop_reason import Choice, build_choices
+from mockgpu.http.fault_answers import break_whole, raise_injected, reset_now
 from mockgpu.http.handler_helpers import (
     JSON,
-    break_whole,
     check_content_type,
     form_fields,
     json_answer,
-    reset_now,
     transport_of,
 )
 from mockgpu.http.named_events import EventChunks, NamedEventFormat
@@ -113,7 +112,7 @@ class GenerationHandlers:
     async def _generate(self, request: web.Request, chat: bool) -> web.StreamResponse:
         fault = self._pick_fault(request)
         parsed = await self._read(request, chat)
-        _raise_injected(fault)
+        raise_injected(fault)
         choices = build_choices(parsed)
         if parsed.leg is not None and len(choices) > 1:
             self.group.metrics.malformed_handoffs += 1
@@ -137,7 +136,7 @@ class GenerationHandlers:
         name = client_request_id(request.headers) or uuid.uuid4().hex
         request_id = str(members.get("request_id") or form.prefix + name)
         parsed = self._parse(raw, form.read(members), request, request_id, True)
-        _raise_injected(fault)
+        raise_injected(fault)
         (choice,) = build_choices(parsed)
         if isinstance(form, ResponsesFormat) and members.get("background"):
             return await self._begin(request, form, parsed, choice, members)
@@ -195,7 +194,7 @@ class GenerationHandlers:
         fields = await form_fields(request)
         name = client_request_id(request.headers) or uuid.uuid4().hex
         parsed = self._parse(b"{}", audio_format.read_audio(fields), request, f"trsc-{name}", True)
-        _raise_injected(fault)
+        raise_injected(fault)
         (choice,) = build_choices(parsed)
         if parsed.is_stream:
             chunks = audio_format.AudioChunks(parsed, choice, int(time.time()))
@@ -217,7 +216,7 @@ class GenerationHandlers:
         name = client_request_id(request.headers) or uuid.uuid4().hex
         read = pooling.READERS[request.path]
         job = read(await request.read(), request.headers, self.group.spec.served_name, name)
-        _raise_injected(fault)
+        raise_injected(fault)
         check_context(job.parsed.prompts, self.group.spec.context)
         choices = build_choices(job.parsed)
         answer = PendingResponse(len(choices), asyncio.get_running_loop())
@@ -418,12 +417,3 @@ class GenerationHandlers:
             if self.group.spec.cached_details
             else None
         )
-
-
-def _raise_injected(fault: InjectedFault | None) -> None:
-    # Raise the error response of the fault `5xx`, if it affects this request.
-    if fault is None or fault.kind is not FaultKind.ERROR:
-        return
-    wait_s = fault.retry_after_s
-    headers = None if wait_s is None else {"Retry-After": str(wait_s)}
-    raise ApiError(fault.status, "Injected fault", headers=headers)

@@ -1,15 +1,13 @@
-"""Helpers of the mock engine's HTTP handlers: forms, JSON responses, and broken connections."""
+"""Helpers of the mock engine's HTTP handlers: content types, forms and JSON responses."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from mockgpu.fault_grammar import FaultKind
-from mockgpu.http.response_sinks import break_off, reset_connection
 from mockgpu.request_parser import ApiError
 
 JSON = "application/json"
@@ -38,29 +36,6 @@ def check_content_type(request: web.Request) -> None:
     """Raise ApiError if the request does not have the content type application/json."""
     if request.content_type != JSON:
         raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
-
-
-def reset_now(request: web.Request) -> NoReturn:
-    """Reset the client's TCP connection, and raise CancelledError to end the handler."""
-    reset_connection(transport_of(request))
-    raise asyncio.CancelledError
-
-
-async def break_whole(request: web.Request, body: bytes, kind: FaultKind) -> NoReturn:
-    """Send a part of a response, then break the connection in the way that `kind` specifies.
-
-    request  the request to respond to
-    body     the complete body; depending on the fault, none or half of it is sent after the headers
-    kind     the kind of fault
-
-    Always raises CancelledError, which ends the handler.
-    """
-    response = web.StreamResponse(headers={"Content-Type": JSON, "Content-Length": str(len(body))})
-    await response.prepare(request)
-    if kind is not FaultKind.RESET_AFTER_HEADERS:
-        await response.write(body[: len(body) // 2])
-    break_off(transport_of(request), kind)
-    raise asyncio.CancelledError
 
 
 def transport_of(request: web.Request) -> asyncio.Transport:
