@@ -26,7 +26,7 @@ from gateway.app import App
 from gateway.config import Config
 from gateway.fleet.kv_events.event_verification import CacheExpectation, EndpointEvents
 from mockgpu.fleet import FleetGroup, run_fleet
-from mockgpu.kv_events.event_batches import KvEventSpec
+from mockgpu.kv_events.numbered_event_batches import KvEventSpec
 from mockgpu.tp_group import GroupSpec
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named

@@ -68,7 +68,7 @@ from mockgpu.cli_options import (
 )
 from mockgpu.fault_grammar import FaultError
 from mockgpu.fleet import KEEP_ALIVE_S, FleetGroup, run_fleet
-from mockgpu.kv_events.event_batches import KvEventSpec
+from mockgpu.kv_events.numbered_event_batches import KvEventSpec
 from mockgpu.kv_options import DEFAULT_SCALE, KEY, StoreSpec, TransferSpec
 from mockgpu.timing.roofline import profile_named
 from mockgpu.tp_group import GroupSpec

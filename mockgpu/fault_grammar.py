@@ -126,7 +126,7 @@ KV_FAULTS = frozenset(
 WIRE_FAULTS = frozenset(
     (FaultKind.WIRE_CORRUPT, FaultKind.WIRE_CUT, FaultKind.WIRE_REPLAY, FaultKind.WIRE_STALL)
 )
-# Faults of published KV events, message by message (mockgpu/kv_events/event_batches.py).
+# Faults of published KV events, message by message (mockgpu/kv_events/numbered_event_batches.py).
 EVENT_FAULTS = frozenset(
     (
         FaultKind.EVENTS_LOST,

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from mockgpu.group_faults import GroupFaults
 from mockgpu.http.server import MockServer
-from mockgpu.kv_events.event_batches import KvEventSpec
+from mockgpu.kv_events.numbered_event_batches import KvEventSpec
 from mockgpu.rank_dispatcher import RankDispatcher
 from mockgpu.tp_group import GroupSpec, TpGroup
 

@@ -24,7 +24,7 @@ from kvtransfer.store.slot_format import Parts
 from kvtransfer.store.store_index import IN_MEMORY
 from mockgpu.handoff.link_speed import PacedLink
 from mockgpu.kv_bytes import KvMemory
-from mockgpu.kv_events.event_batches import KvEventStream
+from mockgpu.kv_events.numbered_event_batches import KvEventStream
 from mockgpu.kv_events.store_announcer import StoreAnnouncer
 from mockgpu.kv_options import StoreSpec
 from mockgpu.scheduler import Job, JobState, PrefillChunk, Scheduler, StepPlan

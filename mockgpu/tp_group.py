@@ -18,7 +18,7 @@ from kvtransfer.protocol.outcomes import TransferOutcome
 from mockgpu.fault_grammar import InjectedFault
 from mockgpu.handoff.kv_handoff import KvHandoff
 from mockgpu.job_faults import KillFaults
-from mockgpu.kv_events.event_batches import KvEventSpec
+from mockgpu.kv_events.numbered_event_batches import KvEventSpec
 from mockgpu.kv_options import StoreSpec, TransferSpec
 from mockgpu.metrics import GroupMetrics
 from mockgpu.paged_kv_cache import BLOCK_TOKENS, BlockPool

@@ -1,7 +1,7 @@
 """Injects faults into the sending of KV events: messages are lost, late, repeated or reordered.
 
-KV events report changes of an engine's prefix cache. event_batches.py builds the messages, and
-zmq_publisher.py sends those that this module returns. No I/O.
+KV events report changes of an engine's prefix cache. numbered_event_batches.py builds the messages,
+and zmq_publisher.py sends those that this module returns. No I/O.
 """
 
 from __future__ import annotations

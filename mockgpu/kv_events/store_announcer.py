@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvtransfer.store.block_keys import Key
 from kvtransfer.store.store_index import IN_MEMORY, ON_DISK
-from mockgpu.kv_events.event_batches import KvEventStream
+from mockgpu.kv_events.numbered_event_batches import KvEventStream
 from mockgpu.scheduler import Job
 
 POLL_S = 0.2

@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 
 from mockgpu.fault_grammar import FaultKind
-from mockgpu.kv_events.event_batches import KvEventSpec, KvEventStream
+from mockgpu.kv_events.numbered_event_batches import KvEventSpec, KvEventStream
 from mockgpu.scheduler import Scheduler
 
 POLL_S = 0.02

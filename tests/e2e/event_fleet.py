@@ -14,7 +14,7 @@ from gateway.app import App
 from gateway.config import Config
 from gateway.fleet.kv_events.event_verification import EndpointEvents
 from mockgpu.fleet import FleetGroup, run_fleet
-from mockgpu.kv_events.event_batches import KvEventSpec
+from mockgpu.kv_events.numbered_event_batches import KvEventSpec
 from tests.duration_limits import PATIENCE_S
 from tests.e2e.mock_group import SPEC
 

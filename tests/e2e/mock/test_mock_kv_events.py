@@ -12,7 +12,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from mockgpu.kv_events.event_batches import KvEventSpec
+from mockgpu.kv_events.numbered_event_batches import KvEventSpec
 from tests.duration_limits import PATIENCE_S
 from tests.e2e.mock_group import CHAT, SPEC, MockGroup, mock_group
 

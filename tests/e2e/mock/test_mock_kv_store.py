@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.fleet.kv_events.event_decoder import StoredBlocks, decode_batch
 from mockgpu.fleet import run_fleet
-from mockgpu.kv_events.event_batches import KvEventSpec
+from mockgpu.kv_events.numbered_event_batches import KvEventSpec
 from mockgpu.kv_options import StoreSpec
 from tests.duration_limits import PATIENCE_S
 from tests.e2e.mock_group import SPEC, MockGroup

@@ -20,7 +20,7 @@ from kvtransfer.store.store_options import StoreOptions
 from kvtransfer.store.unix_socket_server import StoreService
 from mockgpu.http.choice_and_stop_reason import Choice
 from mockgpu.kv_bytes import KvMemory, scaled_layout
-from mockgpu.kv_events.event_batches import KvEventSpec, KvEventStream
+from mockgpu.kv_events.numbered_event_batches import KvEventSpec, KvEventStream
 from mockgpu.kv_events.store_announcer import StoreAnnouncer
 from mockgpu.kv_options import StoreSpec
 from mockgpu.kv_store import StoreTier

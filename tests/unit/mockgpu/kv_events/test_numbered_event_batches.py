@@ -10,7 +10,7 @@ import pytest
 
 from mockgpu.fault_grammar import FaultKind
 from mockgpu.kv_events.delivery_faults import LATE_S
-from mockgpu.kv_events.event_batches import KvEventSpec, KvEventStream
+from mockgpu.kv_events.numbered_event_batches import KvEventSpec, KvEventStream
 from mockgpu.paged_kv_cache import BlockPool
 from mockgpu.scheduler import Job, Scheduler
 
