@@ -1,8 +1,8 @@
 """Simulates admission in a replay: which requests enter, wait or are refused.
 
-It also simulates the clients, which retry or give up. The wait queue and the admission policy are
-the gateway's own (wait_queue.py, policies/admission/admission_policy.py). fleet_sim.py serves the
-admitted requests.
+It also simulates the clients, which retry (client_retries.py) or give up. The wait queue and the
+admission policy are the gateway's own (wait_queue.py, policies/admission/admission_policy.py).
+fleet_sim.py serves the admitted requests.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import partial
 from random import Random
 from types import MappingProxyType
 
+from planner.replay.client_retries import return_delay
 from planner.replay.inflight_request import InflightRequest
 from planner.replay.replay_interfaces import FleetPort
 from planner.replay.results import ReplayRecord, RequestEnd
@@ -21,7 +22,6 @@ from policies.routing_types import Pick, RoutingQuery
 
 TICK_S = 0.1
 NO_RETRY_AFTER = Shed("no_capacity", 1.0)
-SHORT_BACKOFF_S, LONG_BACKOFF_S = 0.5, 8.0
 _STATUS: Mapping[RequestEnd, str] = MappingProxyType(
     {RequestEnd.SERVED: "served", RequestEnd.LEFT: "ignored"}
 )
@@ -144,22 +144,17 @@ class AdmissionSim:
             self._fleet.schedule(now + TICK_S, self._tick)
 
     def _refuse(self, now: float, inflight: InflightRequest, shed: Shed) -> None:
-        # Answer a request with 429, after which its client retries until its retries are used up.
-        #
-        # The client waits for Retry-After or its own back-off.
-        clients, record = self._clients, inflight.record
+        # Answer a request with 429, after which its client retries or gives up.
+        record = inflight.record
         record.refusals += 1
         if record.refused_s is None:
             record.refused_s = now
             record.promised_s = None if shed.retry_after_s is None else now + shed.retry_after_s
-        if record.refusals > clients.retries or (clients.obeys_retry_after and not shed.may_return):
-            self._fleet.end(now, inflight, RequestEnd.SHED, shed.reason)
-            return
-        wait_s = shed.retry_after_s if clients.obeys_retry_after else None
+        wait_s = return_delay(self._clients, record.refusals, shed, self._rng)
         if wait_s is None:
-            backoff_s = min(LONG_BACKOFF_S, SHORT_BACKOFF_S * 2 ** (record.refusals - 1))
-            wait_s = backoff_s * (1 - 0.25 * self._rng.random())
-        self._fleet.schedule(now + wait_s, self._try_enter, inflight)
+            self._fleet.end(now, inflight, RequestEnd.SHED, shed.reason)
+        else:
+            self._fleet.schedule(now + wait_s, self._try_enter, inflight)
 
     def _give_up(self, now: float, inflight: InflightRequest) -> None:
         # Cancel a request without a first token, because its client has no more patience.

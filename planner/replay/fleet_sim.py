@@ -5,7 +5,8 @@
 Mock engines (groups) serve the requests, and the gateway's own code decides about them. All events
 are in one heap, and nothing waits in real time. Runs with equal seeds are equal.
 
-- admission_sim.py: admission and retries
+- admission_sim.py: admission
+- client_retries.py: when refused clients return
 - gateway_sim.py: the gateway's information and decisions
 - engine_sim.py: the computation of a group
 - disagg_sim.py: split requests
