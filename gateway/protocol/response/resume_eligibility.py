@@ -3,7 +3,8 @@
 It can only if no member of the request depends on the tokens generated so far. Penalties and
 grammars do, for example, and their state cannot be passed to another engine. Engines also accept
 members that the gateway does not know. Therefore members are checked against a list of permitted
-ones; all others must be absent or turned off.
+ones; all others must be absent or turned off. What prevents it later, in the answer itself, such as
+too many tokens, is in token_ledger.py.
 """
 
 from __future__ import annotations
