@@ -111,9 +111,7 @@ def verdicts(results: Results) -> list[Verdict]:
 
 
 def markdown(results: Results) -> str:
-    """Return the results as Markdown: medians, comparisons, goals, and warnings about the
-    measurement.
-    """
+    """Return the results as Markdown: medians, comparisons, goals, and warnings."""
     others = [name for name in COLUMNS if name != results.ours]
     lines = _table(
         ["", "unit", *COLUMNS],

@@ -101,8 +101,7 @@ def agent_cells(policies: Iterable[str], seeds: Iterable[int], quick: bool) -> I
 def overload_cells(
     measurements: Iterable[Measurement], workloads: Iterable[str], seeds: Iterable[int], quick: bool
 ) -> Iterator[Cell]:
-    """Yield the measurements (cells) of overload: the policy `priced` at 1, 2 and 3 times its
-    capacity.
+    """Yield the measurements (cells) of overload: `priced` at 1, 2 and 3 times its capacity.
 
     Each load is measured with each admission rule. `measurements` must contain the capacities,
     which are measured first. The full slices of traces are used, because shorter ones end before

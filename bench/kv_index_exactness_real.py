@@ -301,7 +301,7 @@ async def turnover(engines: list[EventEngine]) -> float:
 
 
 async def run(seconds: float, seed: int) -> dict[str, Any]:
-    """Run load while connections for KV events are cut; return the summary's figures by name."""
+    """Send load and compare caches, then cut connections; return the summary's figures by name."""
     predictions = Predictions()
     async with event_engines() as engines, running_gateway(engines) as app:
         moments, answers = await churn(app, engines, seconds, seed)

@@ -135,11 +135,11 @@ def paced(chunks: int, every_us: int, first_us: int, burst: int = 1, join: int =
 
 
 def prompt_tree(tokens: int, rng: random.Random) -> list[bytes]:
-    """Return sixteen prompts of `tokens` tokens whose beginnings are shared.
+    """Return sixteen prompts of `tokens` tokens that share their beginnings.
 
-    There are four different beginnings of half the length. Each has four continuations, which make
-    up nine tenths of the length. The load generator appends a number to each request, so that no
-    two requests are equal.
+    There are four different beginnings of half the length. Each has four continuations, up to nine
+    tenths of the length. The load generator appends a number to each request, so that no two
+    requests are equal.
     """
     size = tokens * BYTES_PER_TOKEN
     trunks = [_text(size // 2, rng) for _ in range(4)]

@@ -208,10 +208,9 @@ class Agent:
         await asyncio.gather(*ends)
 
     def begin_close(self) -> None:
-        """Refuse new KV transfers and begin to end the current ones; the first half of closing the
-        agent.
+        """Refuse new KV transfers and begin to end the current ones, as the first half of a close.
 
-        An engine without an event loop calls finish_close() after that. Others call close().
+        An engine without an event loop calls finish_close() after that. Other engines call close().
         """
         with self._lock:
             self._closed = True
@@ -220,10 +219,9 @@ class Agent:
             self._run_commands(self._sink.close(now) + self._source.close(now))
 
     def finish_close(self) -> None:
-        """Close all connections to other agents and stop listening; the second half of closing the
-        agent.
+        """Close all connections to other agents and stop listening, as the second half of a close.
 
-        Call begin_close() first. Transfers that have not ended by now end with their connections.
+        Call begin_close() first. Transfers that are still in progress end with their connections.
         """
         with self._lock:
             if self._next_timer is not None:
@@ -421,7 +419,7 @@ class Agent:
             self._run_commands(self._sink.on_intact_windows(link, heads, self._clock.now()))
 
     def on_sent(self, link: Link, head: WindowHead) -> None:
-        """Do nothing: only the receiver's report that bytes have arrived allows more to be sent."""
+        """Do nothing: more KV may be sent only when the receiver reports that KV has arrived."""
 
     def on_fenced(self, link: Link, transfer: int) -> None:
         with self._lock:

@@ -96,8 +96,8 @@ def slot_masks(layout: KvLayout) -> Words:
 class KvMemory:
     """The KV cache memory of all ranks of one engine.
 
-    Only this class writes to it. The exception are KV transfers, which write to blocks that are
-    reserved for them.
+    Only this class writes to it, except for KV transfers, which write to blocks that are reserved
+    for them.
     """
 
     def __init__(self, layout: KvLayout, regions: Sequence[Region]) -> None:
@@ -107,7 +107,8 @@ class KvMemory:
             rank.size % layout.rank_block_bytes(index) for index, rank in enumerate(ranks)
         ):
             raise ValueError(
-                f"the KV cache of {layout.tp} ranks needs {layout.tp} arrays, not {len(ranks)}"
+                f"the KV cache needs {layout.tp} arrays of whole blocks, one for each rank; "
+                f"{len(ranks)} arrays were given"
             )
         self.layout = layout
         self.regions = regions

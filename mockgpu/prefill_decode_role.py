@@ -222,7 +222,7 @@ class PdRole:
         self._relay.set(fault)
 
     def set_url(self, url: str) -> None:
-        """Set the URL of the engine's HTTP server that other engines learn."""
+        """Set the URL of this engine's HTTP server, which is sent to other engines."""
         self.identity = msgspec.structs.replace(self.identity, url=url)
 
     def startup_members(self) -> dict[str, Any]:

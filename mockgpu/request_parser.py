@@ -97,7 +97,7 @@ class ApiError(Exception):
 class MalformedHandoffError(ApiError):
     """Raised for a split request whose fields about KV are malformed.
 
-    what   the field, and what it must be
+    what   the field, and what is wrong with it
     fatal  whether the real engine would crash instead of sending an error
     """
 

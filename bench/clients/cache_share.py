@@ -32,7 +32,7 @@ READERS: Mapping[str, Callable[[dict[str, Any]], RequestBody]] = {
 
 
 class EndlessCache:
-    """A simulated KV cache that keeps all prompts and answers, to know how much could be cached."""
+    """A simulated KV cache that keeps all prompts and answers: the upper limit of cache hits."""
 
     def __init__(self) -> None:
         self._keys: set[int] = set()

@@ -49,7 +49,7 @@ def draw(pool_bytes: int, block_bytes: int, count: int, seed: int) -> Draw:
 def reference(pool_bytes: int, seed: int) -> Bytes:
     """Return the bytes that fill the source's memory; equal seeds give equal bytes.
 
-    With them, the receiver can check what has arrived.
+    The receiver compares the bytes that it has received with them.
     """
     return (
         np.random.default_rng(seed)

@@ -122,7 +122,7 @@ def arrivals(phases: tuple[Phase, ...], capacity_per_s: float, seed: int) -> Ite
 
 
 def find_capacity_per_s() -> float:
-    """Return the highest rate that the engines serve well beside the open streams, in requests/s.
+    """Return the requests per second that the engines serve well beside the open streams.
 
     At this rate, 90% of the requests meet both latency budgets without admission control. It is
     found by simulations.

@@ -75,8 +75,7 @@ SEARCH_JITTERS = range(1000, 1003)
 
 
 class SizedCase(NamedTuple):
-    """A fleet to plan with `penstock size`, and the traffic that is sent to it. Lengths are in
-    tokens.
+    """A fleet to plan with `penstock size`, and its traffic. Lengths are in tokens.
 
     Each prompt begins with one of several shared texts. Text number n is chosen with a probability
     proportional to 1 / n.

@@ -93,13 +93,13 @@ class AutoResult(msgspec.Struct, frozen=True):
 
     @property
     def ratio(self) -> float:
-        """Return the attainment with comparisons, divided by that of the best policy alone."""
+        """Return the attainment of `policy: auto`, divided by the best of the policies alone."""
         best = max(self.alone.values())
         return self.auto / best if best else 1.0
 
     @property
     def capacity_ratio(self) -> float:
-        """Return the capacity of the final policy, divided by that of the best one."""
+        """Return the capacity of the final policy, divided by the best capacity of any policy."""
         best = max(self.capacities.values())
         return self.capacities[self.final] / best if best else 1.0
 

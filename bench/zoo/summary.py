@@ -80,7 +80,7 @@ def _split_dropped(
 
 
 def ratio(by: ByPolicy, rule: str, ours: str, target: str = "0.9") -> float:
-    """Compare our policy's capacity with that of another rule: return the ratio of both.
+    """Return our policy's capacity divided by that of another rule.
 
     It is the geometric mean over the random seeds of arrivals.
 
@@ -98,7 +98,7 @@ def ratio(by: ByPolicy, rule: str, ours: str, target: str = "0.9") -> float:
 
 
 def best_rule_ratio(by: ByPolicy, rules: Sequence[str], ours: str, target: str = "0.9") -> float:
-    """Compare our policy's capacity with that of the best other rule: return the ratio of both.
+    """Return our policy's capacity divided by that of the best other rule.
 
     The best rule is chosen with the other random seed of arrivals, so that chance does not favour
     it.

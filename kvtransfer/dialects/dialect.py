@@ -27,7 +27,7 @@ class LegOrder(StrEnum):
 
 
 class Prerequisite(StrEnum):
-    """What the gateway must know about a prefill engine to send both requests at the same time."""
+    """The facts about a prefill engine that the gateway must know to send both requests at once."""
 
     NOTHING = "nothing"
     ADDRESS = "address"  # address of the engine's bootstrap server, from the configuration
@@ -92,8 +92,8 @@ class HandoffTerms(msgspec.Struct, frozen=True):
 class RequestEdits(msgspec.Struct, frozen=True):
     """Changes to a client's request before it is sent to an engine.
 
-    put      JSON members to add, as returned by encode_members(). The client's own members of
-             these names must be removed first
+    put      JSON members to add, as returned by encode_members(). Remove the client's own members
+             of the same names first
     drop     members of the client's request to remove
     keep     the only members of the client's request to send; None: all
     headers  header lines to add

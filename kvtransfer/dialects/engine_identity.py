@@ -1,8 +1,8 @@
 """Helpers for protocols in which a prefill response says where its engine can be reached.
 
-The gateway reads this identity in an engine's first response. Decode requests need it later. The
-parameter `read` is the function of one protocol that finds the identity in a response. It returns
-None if the response offers no KV.
+The gateway reads this identity in an engine's first response, and needs it later for decode
+requests. Each protocol has a function that finds the identity in a response; the parameter `read`
+is this function. It returns None if the response offers no KV.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Converts the JSON response of a prefill engine to a stream, if it is already the whole answer.
+"""Converts a prefill response to a stream, if the response is already the whole answer.
 
 This happens if the answer ends with its first token. If the client asked for a stream, it gets the
 result of `as_events`.

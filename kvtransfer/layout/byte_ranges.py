@@ -148,8 +148,7 @@ class SegmentPlace(NamedTuple):
 def sorted_distinct(numbers: Offsets) -> Offsets:
     """Return the distinct numbers of an array in ascending order, faster than np.unique.
 
-    Callers may hold a lock, so the time matters. The first call of np.unique also imports modules,
-    which would delay the first transfer by some 30 ms.
+    Callers may hold a lock, so the time matters. The first call of np.unique also imports modules.
     """
     if numbers.size == 1:
         return numbers

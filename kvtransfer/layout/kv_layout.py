@@ -241,9 +241,9 @@ class KvLayout(msgspec.Struct, frozen=True):
         return range(first, first + self.rank_heads)
 
     def steps(self, stage: int) -> KvSteps:
-        """Return how many bytes lie between neighbouring layers, blocks, heads and tokens.
+        """Return the distances in bytes between neighbouring layers, blocks, heads and tokens.
 
-        They are those of any rank of this pipeline stage.
+        They are the same in all ranks of this pipeline stage.
         """
         sizes = {
             "l": len(self.layers_of(stage)),

@@ -122,15 +122,14 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_f
 
 
 class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
-    """The message with which an agent asks another one to send KV: it may now write into some
-    blocks.
+    """The message with which an agent asks another one to send KV, and to write it to these blocks.
 
     The agent that sends it is the sink, which receives the KV. The other one is the source, which
     offers or will offer KV under the name `name`.
 
     skip_tokens   number of tokens at the start that are not needed
     wait_s        seconds that the invitation may wait for the offer to be made
-    slack_s       seconds to the deadline, which order transfers of the same priority
+    slack_s       seconds to the deadline; transfers of the same priority are sent in this order
     window_bytes  maximum bytes sent at once, except for a single longer byte range
     ticket        permission to fetch the offer; None: it is fetched by its name
     grant         data that let the source write into the blocks (rdma: memory keys)
@@ -154,7 +153,7 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown
 
     Both agents can now compute which bytes are copied where.
 
-    layouts  identifier of the two layouts with which the source computes this
+    layouts  fingerprint of the sending and the receiving engine's layouts, as the source knows them
     """
 
     transfer: Id

@@ -65,7 +65,7 @@ class FrameKind(IntEnum):
 class PayloadProof(IntEnum):
     """How a frame proves that its payload arrived intact: not at all, by a checksum or by a tag.
 
-    A tag also authenticates encrypted bytes. Both follow the payload, in the frame's trailer.
+    A tag also authenticates encrypted bytes. Checksum or tag follow the payload, in the trailer.
     """
 
     NONE = 0
@@ -84,7 +84,7 @@ MAX_PAYLOAD_BYTES = 64 << 20
 class FrameLimits(msgspec.Struct, frozen=True):
     """Maximum bytes of one frame's header and payload.
 
-    With these limits, a peer cannot make an agent buffer more than one header.
+    With these limits, an agent never buffers more than one header for a peer.
     """
 
     header_bytes: int = 16 << 10
@@ -147,7 +147,7 @@ def decode_header(data: memoryview, limits: FrameLimits) -> FrameHeader:
             f"a frame payload of {payload_bytes} bytes exceeds the limit of {limits.payload_bytes}"
         )
     if not (kind in _KINDS and proof < len(_PROOFS)):
-        raise FrameError(f"a frame has the unknown kind {kind} or proof {proof}")
+        raise FrameError(f"a frame's kind ({kind}) or proof ({proof}) is unknown")
     return FrameHeader(_KINDS[kind], _PROOFS[proof], header_bytes, payload_bytes, checksum)
 
 

@@ -123,7 +123,7 @@ class LinkSession:
             return None, self._answer_welcome(data)
         if not isinstance(self._open(data), LinkReady):
             raise ProtocolError(
-                "the other agent sent another message than Ready, which completes the handshake"
+                "the other agent did not complete the handshake with the message Ready"
             )
         self.peer = self._claimed
         return None, None
@@ -148,7 +148,7 @@ class LinkSession:
             self.lane_of = hello.lane_of
         else:
             raise ProtocolError(
-                "the other agent sent another message than Hello, which begins the handshake"
+                "the other agent did not begin the handshake with the message Hello or Lane"
             )
         self._hello, self._claimed = bytes(data), hello.card
         self.version, self.greeting = hello.version, hello.nonce
@@ -169,8 +169,7 @@ class LinkSession:
         welcome = self._open(data)
         if not isinstance(welcome, Welcome):
             raise ProtocolError(
-                "the other agent sent another message than Welcome, the answer to Hello in the "
-                "handshake"
+                "the other agent did not answer Hello in the handshake with the message Welcome"
             )
         self.version, self.peer = welcome.version, welcome.card
         return self.seal(LinkReady())

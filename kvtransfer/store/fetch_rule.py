@@ -131,7 +131,7 @@ class TierSpeed:
     def add(self, blocks: int, seconds: float, measured_s: float, now: float) -> None:
         """Add a measured read of `blocks` blocks that ended at `now`.
 
-        seconds     duration of this tier's part of the read
+        seconds     time that this tier took in the read
         measured_s  duration of the whole read; errors are relative to it
         """
         error_s = abs(seconds - self.read_s(blocks))

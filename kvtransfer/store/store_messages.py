@@ -197,9 +197,7 @@ def _check_limits(message: ToStore) -> None:
     if isinstance(message, PutBlocks):
         most = MAX_PUT_KEYS
         if len(message.keys) != len(message.lengths) or min(message.lengths, default=0) < 0:
-            raise StoreProtocolError(
-                "each key of a message needs one length, which must not be negative"
-            )
+            raise StoreProtocolError("each key of a message needs one length of at least 0")
     elif isinstance(message, AcquireBlocks):
         most = MAX_LEASE_KEYS
     keys = getattr(message, "keys", [])

@@ -50,16 +50,16 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def disk_geometry(self) -> SlotGeometry | None:
-        """How many blocks fit on disk, and their maximum size; None if the store has no disk."""
+        """The number and the maximum size of blocks on disk; None if the store has no disk."""
         if not self.disk_bytes:
             return None
         return _fit(self.disk_bytes, self.slot_bytes, 0, "disk")
 
     @property
     def memory_geometry(self) -> SlotGeometry:
-        """How many blocks fit into the store's memory, and their maximum size.
+        """The number and the maximum size of blocks in the store's memory.
 
-        They take what `memory_bytes` leaves after the indexes of memory and disk.
+        Blocks take what `memory_bytes` leaves after the indexes of memory and disk.
         """
         disk = self.disk_geometry
         index_bytes = disk.slots * INDEX_BYTES if disk is not None else 0

@@ -24,8 +24,8 @@ class OfferedBlocks:
         """Raise ValueError unless all `blocks` are block numbers of the agent's memory."""
         if blocks.min() < 0 or blocks.max() >= self._offers.size:
             raise ValueError(
-                f"the block numbers {blocks.min()} to {blocks.max()} are not all from 0 to "
-                f"{self._offers.size - 1}, as the agent's memory requires"
+                f"block numbers must be from 0 to {self._offers.size - 1} (the agent's memory), "
+                f"not {blocks.min()} to {blocks.max()}"
             )
 
     def protect(self, blocks: BlockNumbers) -> None:

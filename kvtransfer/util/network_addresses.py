@@ -1,4 +1,4 @@
-"""Addresses of agents and clients as texts, host:port: their parts, and a client's stable part."""
+"""Parses addresses host:port of agents and clients, and finds the part that identifies a client."""
 
 from __future__ import annotations
 

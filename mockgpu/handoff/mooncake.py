@@ -52,7 +52,9 @@ class MooncakeDialect:
             return NO_LEG
         if params.get("do_remote_decode"):
             if identity.role == "decode":
-                raise MalformedHandoffError(f"{FIELD}.do_remote_decode is for prefill", fatal=True)
+                raise MalformedHandoffError(
+                    f"{FIELD}.do_remote_decode was sent to a decode engine", fatal=True
+                )
             name = params.get("transfer_id")
             if name is None:
                 raise MalformedHandoffError(f"{FIELD}.transfer_id is missing", fatal=True)
@@ -62,7 +64,9 @@ class MooncakeDialect:
         if not params.get("do_remote_prefill"):
             return NO_LEG
         if identity.role == "prefill":
-            raise MalformedHandoffError(f"{FIELD}.do_remote_prefill is for decode", fatal=True)
+            raise MalformedHandoffError(
+                f"{FIELD}.do_remote_prefill was sent to a prefill engine", fatal=True
+            )
         parked = any(params.get(field) is None for field in NEEDED)
         peer = BootstrapPeer(
             str(params.get("remote_bootstrap_addr")), str(params.get("remote_engine_id"))

@@ -28,7 +28,7 @@ MOST_WITH_LONG = 16_000
 
 
 def complete_until(lines: Sequence[LoggedRequest], now_s: float) -> float:
-    """Return the Unix time up to which the log has nearly all requests that have arrived.
+    """Return the Unix time up to which the log contains nearly all requests that have arrived.
 
     lines  the log lines in order of arrival
     now_s  Unix time in seconds at which the log was read, or the end of the last logged request if

@@ -51,10 +51,10 @@ def apply_faults(
             raise ArgumentError(
                 f"the fault {part!r} has an unknown group; the groups are 0 to {len(groups) - 1}"
             )
-        if (match[5] and match[1] != "slow") or (match[4] and match[1] == "cold"):
-            raise ArgumentError(
-                f"the fault {part!r} is invalid: only slow has a factor, and cold has no duration"
-            )
+        if match[5] and match[1] != "slow":
+            raise ArgumentError(f"the fault {part!r} must have no factor; only slow can have one")
+        if match[4] and match[1] == "cold":
+            raise ArgumentError(f"the fault {part!r} must have no duration")
         duration_s, factor = parse_seconds(match[4]) if match[4] else None, float(match[5] or 2.0)
         if not factor:
             raise ArgumentError(f"the fault {part!r} has an invalid factor; it must be above 0")

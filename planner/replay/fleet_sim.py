@@ -2,8 +2,8 @@
 
     run = replay(preset("F1"), traffic(requests), registry.build("prefix_aware", {}))
 
-Mock engines (groups) serve the requests, and the gateway's own code decides about them. All events
-are in one heap, and nothing waits in real time. Runs with equal seeds are equal.
+Mock engines (groups) serve the requests, and the gateway's own code routes them. All events are in
+one heap, and nothing waits in real time. Runs with equal seeds are equal.
 
 - admission_sim.py: admission
 - client_retries.py: when refused clients return

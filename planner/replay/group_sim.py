@@ -30,9 +30,9 @@ UNCAPPED = 1 << 30
 
 
 class JobListener(Protocol):
-    """What a simulated engine calls when something happens to one of its jobs (requests' work).
+    """The methods that a simulated engine calls when one of its jobs (requests' work) advances.
 
-    The class Fleet, which runs the replay, implements it.
+    The class Fleet, which runs the replay, implements them.
     """
 
     def on_first_token(self, group: ReplayGroup, job: Job, now: float) -> None: ...

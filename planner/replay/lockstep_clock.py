@@ -23,7 +23,7 @@ Plans = list[StepPlan | None]
 
 
 class ClockedRank(Protocol):
-    """What a clock of engine steps calls for each data-parallel rank of a simulated engine.
+    """The methods of a data-parallel rank that the step clock of its simulated engine calls.
 
     The ranks' steps begin and end together, so one clock (StepClock) computes them.
 

@@ -15,9 +15,9 @@ from policies.routing_types import STANDARD, Slo
 
 
 class CacheView(StrEnum):
-    """Where the simulated gateway gets its information about cached prompts from.
+    """Where the simulated gateway gets its information about cached prompts.
 
-    It is either its own prefix index, as in a real gateway, or the true state of the engines.
+    The source is either its own prefix index, as in a real gateway, or the true state of engines.
     """
 
     INDEX = "index"

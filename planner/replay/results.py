@@ -269,8 +269,8 @@ class ReplayFigures(msgspec.Struct, frozen=True):
 def figures(run: ReplayRun, from_s: float = 0.0, to_s: float | None = None) -> ReplayFigures:
     """Return the results of a replay for requests that arrived in [from_s, to_s), in seconds.
 
-    A request that was unfinished at the end of the replay is left out, because it might have been
-    good. If its first token was already too late by then, it counts as a miss.
+    Requests that were unfinished at the end of the replay are left out, because they might have
+    been good. But if the first token was already too late, the request counts as a miss.
     """
     counted = list(_counted(run, from_s, inf if to_s is None else to_s))
     return _evaluate(run, counted, _span_s(counted, from_s))

@@ -112,7 +112,7 @@ class FleetPlan(msgspec.Struct, frozen=True):
 
     @property
     def prices(self) -> TokenPrices:
-        """Return the dollars per million tokens if every replica serves `ceiling` requests."""
+        """Return the dollars per million tokens while every replica serves `ceiling` requests."""
         return token_prices(self.loaded.seconds, self.hardware.price_hour, self.layout.gpus)
 
 

@@ -41,7 +41,7 @@ def slice_span(
 ) -> list[TraceRequest]:
     """Return the requests of a trace that arrive in [from_s, to_s), with times relative to from_s.
 
-    A session is included if its first request arrives in that period.
+    A session with think times is included completely if its first request arrives in that period.
     """
     selected: list[TraceRequest] = []
     sessions: set[str] = set()

@@ -58,7 +58,7 @@ class UnsupportedCache(Exception):
 
 
 class CacheFacts(msgspec.Struct, frozen=True):
-    """What a vLLM worker can find out about its KV cache, from which the layout is derived.
+    """The facts about a vLLM worker's KV cache from which its layout is derived.
 
     backend      name of the attention backend, such as "CPU_ATTN"
     order        order of the dimensions, such as "LBHNC"
@@ -66,8 +66,8 @@ class CacheFacts(msgspec.Struct, frozen=True):
     kv_heads     number of the model's key/value heads
     cell_bytes   bytes of one head and token (C)
     latent       True for multi-head latent attention: one row per token instead of keys and values
-    page_format  for CPU_ATTN: the instruction set of its kernels, which decides how they arrange a
-                 page
+    page_format  for CPU_ATTN: the instruction set of its kernels, on which the arrangement of keys
+                 and values in a page depends
     """
 
     backend: str

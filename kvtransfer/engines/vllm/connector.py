@@ -182,7 +182,7 @@ class PenstockConnector(KVConnectorBase_V1):
         return StoreConnection(self._options.store, n_bytes, timeout_s, log.warning)
 
     def on_change(self, handle: TransferHandle) -> None:
-        """Wake an engine step that waits for a KV transfer, because a transfer has changed.
+        """Wake an engine step that waits for a KV transfer, because a transfer has made progress.
 
         The transfer agent calls this method on its own threads.
         """
@@ -208,8 +208,8 @@ class PenstockConnector(KVConnectorBase_V1):
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Begin and end offers of KV to other engines.
 
-        vLLM calls this method before a step writes to the cache, so that no other KV is in their
-        blocks.
+        vLLM calls this method before a step writes to the cache. So offers of blocks that get new
+        content end in time.
         """
         assert self._worker is not None
         self._worker.prepare(kv_connector_metadata.orders)
@@ -262,9 +262,9 @@ class PenstockConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return whether KV is sent layer by layer, which vLLM's full CUDA graphs do not allow.
+        """Return whether KV is sent layer by layer; vLLM's full CUDA graphs do not support that.
 
-        Inside such a graph, vLLM does not call `save_kv_layer`.
+        Inside a full graph, vLLM does not call `save_kv_layer`.
         """
         return bool(extra_config.get("layerwise", True))
 

@@ -1,6 +1,6 @@
-"""Counts the KV transfers of one process of vLLM, which serves the sums of all at /metrics.
+"""Counts the KV transfers in each of vLLM's processes; vLLM serves the sums at /metrics.
 
-connector_metadata.py has the classes by which vLLM collects them.
+connector_metadata.py has the classes by which vLLM collects the counters.
 """
 
 from __future__ import annotations
@@ -48,15 +48,13 @@ class PendingCounts:
     def add_nonzero(self, name: str, amount: float) -> None:
         """Add `amount` to a counter of KV transfers, unless it is 0.
 
-        So a counter that is not used is not reported either.
+        So a counter that is never used does not appear in reports.
         """
         if amount:
             self.add(name, amount)
 
     def take(self) -> dict[str, float]:
-        """Return the KV transfer counters since the last call, without those that are 0, and reset
-        them.
-        """
+        """Return the KV transfer counters since the last call that are not 0, and reset them."""
         taken, self._counts = self._counts, {}
         return taken
 

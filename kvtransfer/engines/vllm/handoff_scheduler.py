@@ -52,8 +52,7 @@ _NULL_BLOCK = 0  # vLLM's number of a block whose tokens have left the sliding w
 
 
 class LoadOrder(msgspec.Struct, frozen=True):
-    """The scheduler's instruction to the workers to fetch the KV of one offer into this engine's
-    blocks.
+    """The scheduler's instruction to workers to fetch the KV of one offer into a request's blocks.
 
     If the KV of a request is offered in parts, there is one instruction for each part.
 
@@ -227,7 +226,7 @@ class HandoffScheduler:
         parts = self._parts(request, card.part_tokens, card.layout)
         if not parts:
             raise HandoffRefused(
-                f"the request's member {TRANSFER} is missing, or names no part of its prompt"
+                f"the request's member {TRANSFER} is invalid, or the prompt is too short for it"
             )
         sources = [RankSource(address) for address in card.addresses]
         return _Source(parts[-1].end, card.layout, parts, sources)
@@ -275,8 +274,8 @@ class HandoffScheduler:
     def begin_load(self, request: str, blocks: Sequence[int], tokens: int) -> None:
         """Instruct the workers to fetch the last `tokens` tokens of a handoff's KV into `blocks`.
 
-        With 0 tokens, the KV is not needed. Does nothing for a request without a handoff, or if
-        called again for the same request.
+        If `tokens` is 0, the KV is not needed. Does nothing for a request without a handoff, or if
+        it was already called for this request.
         """
         handoff = self._accepted.pop(request, None)
         if handoff is None:
@@ -392,13 +391,13 @@ class HandoffScheduler:
     def end_prefill(
         self, request: str, blocks: Sequence[int], tokens: int, *, is_whole: bool
     ) -> tuple[bool, dict[str, object]] | None:
-        """End a request whose KV is offered in parts, and return its kv_transfer_params.
+        """End a request whose KV is offered in parts. Return (is_kept, kv_transfer_params).
 
         tokens    number of its prompt tokens
         is_whole  whether the prompt was computed; False: its offers end immediately
 
-        The result also says whether its blocks are still in use by offers. They are, until every
-        worker reports the end. Returns None for a request whose KV is not offered in parts.
+        While is_kept is true, offers use the request's blocks, until every worker reports the end.
+        Returns None for a request whose KV is not offered in parts.
         """
         if self._prefills is None:
             return None

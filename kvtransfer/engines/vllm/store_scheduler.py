@@ -49,11 +49,10 @@ class StoredRequest(msgspec.Struct, frozen=True):
 
 
 class BlockOrder(msgspec.Struct, frozen=True):
-    """The scheduler's instruction to the workers to load a request's KV from the store, or to save
-    it.
+    """The scheduler's instruction to load a request's KV from the store, or to save it there.
 
-    keys    the store's key of each block, the same for all ranks (`rank_keys` derives those of a
-            rank)
+    keys    the store's key of each block, the same for all ranks (`rank_keys` derives the keys of
+            one rank)
     blocks  the engine's block numbers, in the same order
     """
 
@@ -169,8 +168,7 @@ class StoreScheduler:
         return bool(self._loading or self._saving or orders.loads or orders.saves)
 
     def loadable_tokens(self, request: StoredRequest, computed: int) -> int:
-        """Return how many of a request's tokens to load from the KV store, after the first
-        `computed` ones.
+        """Return the number of tokens after the first `computed` ones to load from the KV store.
 
         `computed` must be a multiple of the block size. A request is loaded only once.
         """

@@ -1,7 +1,7 @@
 """Loads and saves KV blocks of one vLLM worker from and to its host's store.
 
-The scheduler decides which blocks. StoreWorker copies them on two threads of its own, so that loads
-do not wait for saves.
+The scheduler decides which blocks to copy. StoreWorker copies them on two threads of its own, so
+that loads do not wait for saves.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class StoreWorker:
             self._report.work, self._report.step_s = orders.work, step_s
 
     def take_finished(self) -> FinishedTransfers:
-        """Return the requests whose loads or saves have ended since the last call, each once."""
+        """Return the requests whose loads or saves have ended since the last call, once each."""
         finished = FinishedTransfers()
         for request, result in self._saves.take_ended().items():
             finished.sent.add(request)

@@ -1,7 +1,7 @@
 """Knows how much prompt computation a vLLM engine still has to do, in its scheduler process.
 
-vLLM computes prompts in order of arrival. A new prompt waits for these, so fetching its KV in the
-meantime costs no time. vLLM does not show a connector which other prompts still wait.
+vLLM computes prompts in order of arrival. A new prompt waits for earlier prompts, so fetching its
+KV in that time delays nothing. vLLM does not tell a connector which prompts still wait.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class RankRange(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One request to an RDMA device: write some pieces of local memory to the other agent's memory.
+    """A request to an RDMA device to write pieces of local memory to the other agent's memory.
 
     The pieces are written one after another, to consecutive addresses.
 

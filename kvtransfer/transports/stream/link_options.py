@@ -15,12 +15,12 @@ class LinkOptions(msgspec.Struct, frozen=True):
                   over its memory, the sink over its own
     sealed        whether windows are encrypted and authenticated (AES-128-GCM); both agents must
                   use the same value
-    spin_s        seconds to poll before sleeping, below 1. After a sleep that longer polling would
-                  have avoided, it is four times as long. It is 0 while other threads want the core
+    spin_s        seconds to poll before sleeping, below 1; four times as long after a sleep that
+                  longer polling would have avoided, and 0 while other threads want the core
     window_bytes  preferred maximum size of a window
     native        whether to use the pump (C code) if it is compiled (pump.py)
-    lanes         number of parallel connections to an agent that this agent opens (tcp). One core
-                  can copy what one connection carries
+    lanes         number of connections that this agent opens to another one in parallel (tcp), so
+                  that more than one core can copy
     switch_interval_s  maximum of Python's switch interval (sys.setswitchinterval) in seconds while
                   windows move, so that a thread that computes in Python does not slow them down; 0:
                   it is not changed

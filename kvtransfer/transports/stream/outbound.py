@@ -138,8 +138,8 @@ class Outbound:
     def send_at_once(self, frame: bytes) -> bool:
         """Write a message now if nothing is queued; otherwise do nothing and return False.
 
-        A part for which the socket has no room is buffered. Errors of the socket are left to
-        `send_available`.
+        If the socket has no room for a part of the message, that part is buffered. Errors of the
+        socket are left to `send_available`.
         """
         if len(frame) > _STAGED_BYTES or not self.is_idle:
             return False
@@ -161,8 +161,8 @@ class Outbound:
     def drop(self, transfer: int) -> None:
         """Send no more of a KV transfer: drop its queued units (windows).
 
-        One that has begun is completed with zeros, and ends as STALE, because its memory may have
-        other content now. An encrypted one was read completely before, so it stays OK.
+        A window that has begun is completed with zeros, and ends as STALE, because its memory may
+        have other content now. An encrypted window was read completely before, so it stays OK.
         """
         with self._gate:
             remaining = [

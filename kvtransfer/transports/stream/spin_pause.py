@@ -1,8 +1,8 @@
 """Decides whether a link's thread may spin (poll without pause) before it sleeps.
 
 _pump.c has the same rule for links that use the native pump. On a core that other threads want,
-each poll costs a turn of theirs, some milliseconds. A thread that sleeps runs again as soon as its
-bytes have arrived.
+each poll waits until another thread has had its turn, for some milliseconds. A thread that sleeps
+runs again as soon as its bytes have arrived.
 """
 
 from __future__ import annotations
@@ -37,7 +37,5 @@ class SpinPause:
         return True
 
     def reset(self) -> None:
-        """Make the next pause short again, because the thread could spin without being
-        disturbed.
-        """
+        """Make the next pause short again, because other threads did not want the core."""
         self._pause_s = 0.0

@@ -282,7 +282,7 @@ def test_without_a_valid_transfer_id_nothing_is_offered_or_loaded(transfer: obje
     params = announced(source, transfer)
     assert source.take_orders(True).offers == []
     assert sink.loadable_tokens(PromptRequest("d1", PROMPT, params), 0) == 0
-    assert "kv_transfer is missing, or names no part of its prompt" in warnings[0]
+    assert "kv_transfer is invalid, or the prompt is too short for it" in warnings[0]
 
 
 def test_a_card_of_another_fleet_or_another_model_is_refused() -> None:
