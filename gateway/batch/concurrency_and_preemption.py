@@ -50,7 +50,7 @@ class LatencyTargets(msgspec.Struct, frozen=True):
 class ConcurrencyLimiter:
     """Limits the number of batch requests that run concurrently in one pool.
 
-    limit  the current limit, before the pool's free places are considered
+    limit  the limit that the latency of live requests permits; fewer run if fewer places are free
     """
 
     def __init__(self, share: float, most: int) -> None:

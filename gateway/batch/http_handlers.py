@@ -148,7 +148,7 @@ class BatchPages:
                         )
                 fields[part.name] = value.decode("utf-8", "replace")
             else:
-                raise _bad("The form has more than one file, or too many fields.", "file")
+                raise _bad("The form may have one file and 8 other fields, all with names.", "file")
         return FileForm(filename, fields)
 
     async def _list_files(self, request: web.Request) -> web.StreamResponse:

@@ -20,14 +20,14 @@ CONNECTION_LOST = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
 
 
 class NotSentError(Exception):
-    """Raised if a health check or a test request could not be sent for a local reason.
+    """Raised if a health check or test request was not sent because of this machine or its DNS.
 
-    This says nothing about the engine.
+    The engine may be healthy.
     """
 
 
 def record_resolution(live: LiveEndpoint, error: BaseException) -> None:
-    """Record whether a probe failed because of an unknown host name; log the first failure."""
+    """Record whether the host name could not be resolved for a probe; log the first failure."""
     cause = error.os_error if isinstance(error, ConnectError) else None
     is_unresolved = isinstance(cause, socket.gaierror)
     if is_unresolved and not live.is_unresolved:
@@ -50,12 +50,12 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def is_own_failure(error: BaseException) -> bool:
-    """Return whether this process lacks the means to connect. The engine may be healthy."""
+    """Return whether this process lacks descriptors, memory or local ports for a connection."""
     return isinstance(error, ConnectError) and is_process_error(error.os_error)
 
 
 def is_not_sent(error: BaseException) -> bool:
-    """Return whether the request was not sent for a local reason or an unknown host name."""
+    """Return whether the request was not sent because of this machine or its resolver."""
     return isinstance(error, ConnectError) and is_local_error(error.os_error)
 
 

@@ -31,9 +31,8 @@ def split_by_rank(specs: Iterable[EndpointSpec]) -> Iterator[tuple[EndpointSpec,
 def join_lockstep_ranks(members: Iterable[tuple[Endpoint, LiveEndpoint]]) -> None:
     """Find out which ranks of engines run in lockstep, and let these share one learned speed.
 
-    Ranks in lockstep begin and end their steps together. This is called after a reload, which may
-    have changed the layout. A rank that no longer runs in lockstep keeps a copy of the speed that
-    it had learned with the others.
+    Ranks in lockstep begin and end their steps together. Call this after a reload, which may have
+    changed the layout. A rank that no longer runs in lockstep keeps a copy of the shared speed.
 
     members  each endpoint of the new configuration, with its live endpoint
     """

@@ -58,7 +58,7 @@ class NewConnections:
     def wrap_factory(
         self, new_protocol: ProtocolFactory, listening: socket.socket
     ) -> ProtocolFactory:
-        """Wrap a protocol factory, to accept all clients in the queue when one has connected.
+        """Wrap a protocol factory, so that a crowd of waiting clients is accepted all at once.
 
         new_protocol  the server's protocol factory, which the returned one calls
         listening     the server's listening socket

@@ -31,7 +31,7 @@ def new_body(size: int) -> bytes:
 
 
 def write_piece(body: bytes, offset: int, piece: bytes) -> None:
-    """Write `piece` at `offset` into a new body, to which only the caller refers yet.
+    """Write `piece` at `offset` into a body from new_body() that no other code uses yet.
 
     Raises ValueError if the piece exceeds the body.
     """
