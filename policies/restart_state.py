@@ -21,7 +21,6 @@ from policies.admission.quota import QuotaLimits
 from policies.engine.kalman import MOST_CORRECTION
 from policies.engine.step_time import SpeedBelief, StepCosts
 from policies.prefix.predicted_cache import MAX_SLOTS
-from policies.prefix.prefix_index import _count_extra, _stamps
 from policies.sizing.workload_drift import BINS, MEASURES
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ def index_blocks(index: PrefixIndex) -> Iterator[Blocks]:
         while part := tuple(islice(rows, BLOCKS)):
             counts, stamps = array("H"), array("Q")
             for _, holders in part:
-                block_stamps = _stamps(holders)
+                block_stamps = index.stamps_of(holders)
                 counts.append(len(block_stamps))
                 stamps.extend(block_stamps)
             yield Blocks(
@@ -179,13 +178,17 @@ def index_holders(index: PrefixIndex) -> list[HolderState]:
     ]
 
 
-def restore_blocks(index: PrefixIndex, blocks: Blocks, slots: Mapping[int, int]) -> int:
+def restore_blocks(
+    index: PrefixIndex, blocks: Blocks, slots: Mapping[int, int], tables: dict[bytes, int]
+) -> int:
     """Add blocks that were saved before a restart to a prefix index; return how many were added.
 
     index   the prefix index
     blocks  the saved blocks
     slots   the present number (slot) of each endpoint, by its number when the blocks were saved.
             Blocks of other endpoints are skipped
+    tables  the tables of holders that earlier calls have restored, by their saved stamps. At first,
+            it is empty
 
     Raises ValueError if the lengths of the arrays do not match.
     """
@@ -203,25 +206,25 @@ def restore_blocks(index: PrefixIndex, blocks: Blocks, slots: Mapping[int, int])
     for key, count in zip(keys, counts, strict=True):
         raw = stamps[begin : begin + count].tobytes()
         begin += count
-        holders = known.get(raw)
-        if holders is None:
-            holders = known[raw] = _remap(array("Q", raw), slots)
-        shard = index._shards[key & index._shard_mask]
-        if holders and key not in shard:
-            shard[key] = holders
-            index._blocks += 1
-            index._extra_holders += _count_extra(holders)
+        if index.has_block(key):
+            continue
+        holders = known.get(raw) or tables.get(raw, 0)
+        if not holders or (holders < 0 and holders not in index.tables.stamps):
+            holders = index.pack_or_tabulate(_remap(array("Q", raw), slots))
+            (tables if holders < 0 else known)[raw] = holders
+        if holders:
+            index.add_block(key, holders)
             added += 1
+    index._make_room(0)  # for tables
     return added
 
 
-def _remap(stamps: array[int], slots: Mapping[int, int]) -> int:
-    holders = 0
-    for stamp in reversed(stamps):
-        slot = slots.get(stamp & _SLOT)
-        if slot is not None:
-            holders = holders << 64 | _with_slot(stamp, slot)
-    return holders
+def _remap(stamps: array[int], slots: Mapping[int, int]) -> list[int]:
+    return [
+        _with_slot(stamp, slot)
+        for stamp in stamps
+        if (slot := slots.get(stamp & _SLOT)) is not None
+    ]
 
 
 def _with_slot(stamp: int, slot: int) -> int:

@@ -111,6 +111,7 @@ class Restorer:
             endpoint_key(live): live for live in gateway.endpoints.all() if not live.is_leaving
         }
         self._slots: dict[int, int] = {}
+        self._tables: dict[bytes, int] = {}
         self.blocks = self.endpoints = self.ejected = 0
 
     def restore(self, state: LearnedState) -> None:
@@ -125,7 +126,9 @@ class Restorer:
             case Blocks():
                 if self._has_same_keys and self.blocks < MAX_BLOCKS:
                     index = self._gateway.endpoints.prefixes.index
-                    self.blocks += restart_state.restore_blocks(index, state, self._slots)
+                    self.blocks += restart_state.restore_blocks(
+                        index, state, self._slots, self._tables
+                    )
             case EndpointState():
                 live = self._live.get(state.key)
                 if live is not None:

@@ -8,12 +8,15 @@ computes the keys; scorers.py uses the result.
 from __future__ import annotations
 
 import sys
+from array import array
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import islice
 
 import msgspec
 
 from policies.prefix.fingerprint import Fingerprint
+from policies.prefix.holder_tables import HolderTables
 from policies.prefix.predicted_cache import MAX_SLOTS, PredictedCache
 from policies.prefix.prefix_match import PrefixMatch, WideMatch
 from policies.prefix.sampled_keys import SAMPLE_LENGTHS, Keys
@@ -25,29 +28,27 @@ It consists of a dict entry after a resize, the key, and an int with up to eight
 blocks share their int with neighbours and cost half.
 """
 
-HOLDER_COST_BYTES = 9
-"""Memory in bytes of each holder (endpoint with the block) beyond the eighth.
-
-A holder takes 64 bits, of which an int stores 30 in 4 bytes.
-"""
-
 LEAST_CAP_BYTES = 64 * BLOCK_COST_BYTES
 
 
 _SLOT = MAX_SLOTS - 1
 _LANE_BITS = 64
 _LANE = (1 << _LANE_BITS) - 1
-_HOLDERS_IN_COST = 8
-_MOST_IN_COST = (1 << _HOLDERS_IN_COST * _LANE_BITS) - 1
-_MOST_NARROW = (1 << 32 * _LANE_BITS) - 1
-"""The largest packed value with at most 32 holders (endpoints that have cached a block).
+_MOST_IN_ENTRY = 8
+"""Number of holders (endpoints that have cached a block) up to which they are packed into one int.
 
-A block's holders are packed into one int, one lane of bits for each. If there are more than 32, a
-dict of them is kept too while the block is in use.
+Each takes one lane of its bits. More have a table.
 """
 
-_MOST_WIDE = 16
-_ROOM_FOR_ONE = _MOST_IN_COST >> _LANE_BITS
+_MOST_OTHERS = (1 << (_MOST_IN_ENTRY - 1) * _LANE_BITS) - 1
+"""The largest packed value to which one more holder can be added."""
+
+_FEW = 4
+"""Number of holders in a table from which on they are packed into an int again."""
+
+_MOST_NARROW = 32
+"""Number of holders of a prefix up to which a lookup lists them."""
+
 _MOST_SHARDS = 256
 _LEAST_TRUST, _DISTRUST, _TRUST = 1 / 8, 0.95, 1.02
 _TOLERANCE = 0.1
@@ -56,7 +57,8 @@ _TOLERANCE = 0.1
 _Run = tuple[int, int, int, int]
 """Consecutive blocks with the same holders, as a tuple.
 
-The end, the holders, the holders without the inserting slot, and that slot's old stamp.
+The end, the holders, the holders without the inserting slot, and that slot's old stamp. The last
+two are 0 if the holders have a table.
 """
 
 
@@ -88,15 +90,16 @@ class PrefixIndex:
     exceed its capacity, its oldest generation expires: one number (`_oldest_alive[slot]`) is moved.
     No entry is visited, because expired stamps are recognised when they are read.
 
-    Storage: the stamps of all holders of a block are packed into one Python int (64 bits each),
-    which the garbage collector does not visit, and which consecutive blocks share. Along a prompt,
-    stamps only get older and holders fewer, because using a block uses all blocks before it. So a
-    binary search finds the end of a slot's match.
+    Storage: the stamps of up to eight holders of a block are packed into one Python int (64 bits
+    each), which the garbage collector does not visit, and which consecutive blocks share. If there
+    are more, the int is the negative number of a table (HolderTables). Along a prompt, stamps only
+    get older and holders fewer, because using a block uses all blocks before it. So a binary search
+    finds the end of a slot's match.
 
     Memory: entries are in up to 256 dicts by key, so that no resize blocks the event loop for more
-    than about a millisecond. A block counts BLOCK_COST_BYTES, and HOLDER_COST_BYTES per holder
-    beyond the eighth. At `cap_bytes`, the oldest quarter of one dict is dropped, which only loses
-    hints. Raises ValueError if `cap_bytes` is too small.
+    than about a millisecond. A block counts BLOCK_COST_BYTES, and tables count in addition. At
+    `cap_bytes`, the oldest quarter of one dict is dropped, which only loses hints. Raises
+    ValueError if `cap_bytes` is too small.
     """
 
     __slots__ = (
@@ -104,12 +107,11 @@ class PrefixIndex:
             "_blocks",
             "_cap_bytes",
             "_evictions",
-            "_extra_holders",
             "_holders",
             "_most_blocks",
             "_next_to_trim",
         ),
-        *("_oldest_alive", "_shard_mask", "_shards", "_wide"),
+        *("_oldest_alive", "_shard_mask", "_shards", "tables"),
     )
 
     def __init__(self, cap_bytes: int) -> None:
@@ -128,9 +130,8 @@ class PrefixIndex:
         self._next_to_trim = 0
         self._holders: list[PredictedCache] = []
         self._oldest_alive: list[int] = []
-        self._wide: dict[int, dict[int, int]] = {}
+        self.tables = HolderTables()
         self._blocks = 0
-        self._extra_holders = 0  # holders beyond the eighth, over all blocks
         self._evictions = 0
 
     # -- reading
@@ -166,8 +167,8 @@ class PrefixIndex:
             len(self._holders),
             {slot: int(blocks * scale) for slot, blocks in narrow.items()},
             [
-                WideMatch(int(blocks * scale), self._stamps_by_slot(holders), self._oldest_alive)
-                for holders, blocks in sorted(wide.items(), key=lambda level: -level[1])
+                WideMatch(int(blocks * scale), self.tables.stamps[table], self._oldest_alive)
+                for table, blocks in sorted(wide.items(), key=lambda level: -level[1])
             ],
             int(max(narrow.values(), default=0) * scale),
         )
@@ -175,20 +176,12 @@ class PrefixIndex:
     def _measure_levels(self, keys: Keys, last: int) -> tuple[dict[int, int], dict[int, int]]:
         # Return how many blocks of a prompt the slots hold, in two dicts.
         #
-        # The first is by slot, for blocks with few holders. The second is by the packed list of
-        # holders, for blocks with many.
+        # The first is by slot, for blocks with few holders. The second is by the number of the
+        # table of holders, for blocks with many.
         narrow: dict[int, int] = {}
         wide: dict[int, int] = {}
-
-        def note(holders: int, blocks: int) -> None:
-            if holders > _MOST_NARROW:
-                wide[holders] = max(wide.get(holders, 0), blocks)
-            else:
-                for slot in self._alive(holders):
-                    narrow[slot] = max(narrow.get(slot, 0), blocks)
-
         first_holders, last_holders = self._holders_of(keys[0]), self._holders_of(keys[last])
-        note(last_holders, SAMPLE_LENGTHS[last])
+        self._add_level(last_holders, SAMPLE_LENGTHS[last], narrow, wide)
         pending = [(0, first_holders, last, last_holders)]
         while pending:
             low, at_low, high, at_high = pending.pop()
@@ -199,26 +192,28 @@ class PrefixIndex:
                 at_middle = self._holders_of(keys[middle])
                 pending += ((low, at_low, middle, at_middle), (middle, at_middle, high, at_high))
             else:
-                note(at_low, SAMPLE_LENGTHS[low])
+                self._add_level(at_low, SAMPLE_LENGTHS[low], narrow, wide)
         return narrow, wide
 
-    def _stamps_by_slot(self, holders: int) -> dict[int, int]:
-        # Return the stamps (ages) of a block's holders by slot, for a block with many holders.
-        #
-        # The results for the newest few such lists of holders are cached, because the list of a
-        # common prompt changes only once per generation of a slot.
-        stamps = self._wide.get(holders)
-        if stamps is None:
-            stamps = {stamp & _SLOT: stamp for stamp in _stamps(holders)}
-            if len(self._wide) >= _MOST_WIDE:
-                del self._wide[next(iter(self._wide))]
-            self._wide[holders] = stamps
-        return stamps
+    def _add_level(
+        self, holders: int, blocks: int, narrow: dict[int, int], wide: dict[int, int]
+    ) -> None:
+        # Note that these holders have the first `blocks` blocks of a prompt.
+        if holders < 0 and len(self.tables.stamps[holders]) > _MOST_NARROW:
+            wide[holders] = max(wide.get(holders, 0), blocks)
+            return
+        for slot in self._alive(holders):
+            if narrow.get(slot, 0) < blocks:
+                narrow[slot] = blocks
 
     def _has_stamp(self, holders: int, stamp: int) -> bool:
-        if holders > _MOST_NARROW:
-            return self._stamps_by_slot(holders).get(stamp & _SLOT) == stamp
+        if holders < 0:
+            return self.tables.stamps[holders].get(stamp & _SLOT) == stamp
         return holders == stamp or (holders > _LANE and stamp in _stamps(holders))
+
+    def stamps_of(self, holders: int) -> list[int]:
+        """Return the stamps that an entry of the index stands for, at most one per slot."""
+        return list(self.tables.stamps[holders].values()) if holders < 0 else _stamps(holders)
 
     def cached_tokens(self, slot: int) -> float:
         """Return how many tokens the endpoint in this slot is believed to have cached in total."""
@@ -267,6 +262,9 @@ class PrefixIndex:
 
     def _alive(self, holders: int) -> list[int]:
         oldest = self._oldest_alive
+        if holders < 0:
+            stamps = self.tables.stamps[holders].items()
+            return [slot for slot, stamp in stamps if stamp >= oldest[slot]]
         if holders <= _LANE:
             slot = holders & _SLOT
             return [slot] if holders >= oldest[slot] else []
@@ -313,18 +311,20 @@ class PrefixIndex:
         self._make_room(len(keys))
         fresh, runs = self._stamp(keys, holder.stamp)
         if runs:
-            self._record_runs(fresh, runs, holder, tokens_per_block)
+            self._record_runs(keys, fresh, runs, holder, tokens_per_block)
+            self._make_room(0)  # for tables
             self._oldest_alive[slot] = holder.oldest_alive()
 
     def _stamp(self, keys: Keys, stamp: int) -> tuple[int, list[_Run]]:
         # Stamp blocks from the last to the first, until one has the stamp already.
         #
         # All blocks before that one have it too. Stamped blocks move to the young end of their
-        # dict. Return the number of blocks before them, and the runs of blocks that had equal
-        # holders.
+        # dict. Blocks with a table keep it: _record_runs renews it. Return the number of blocks
+        # before them, and the runs of blocks that had equal holders.
         shards, mask = self._shards, self._shard_mask
         runs: list[_Run] = []
-        run = renewed = -1
+        run: int | None = None
+        renewed = 0
         for end in range(len(keys), 0, -1):
             key = keys[end - 1]
             shard = shards[key & mask]
@@ -334,14 +334,23 @@ class PrefixIndex:
                     shard[key] = holders
                     return end, runs
                 run = holders
-                renewed, previous = self._without(holders, stamp & _SLOT)
-                runs.append((end, holders, renewed, previous))
-                renewed = renewed << _LANE_BITS | stamp
+                if holders < 0:
+                    renewed = holders
+                    runs.append((end, holders, 0, 0))
+                else:
+                    renewed, previous = self._without(holders, stamp & _SLOT)
+                    runs.append((end, holders, renewed, previous))
+                    renewed = renewed << _LANE_BITS | stamp
             shard[key] = renewed
         return 0, runs
 
     def _record_runs(
-        self, fresh: int, runs: list[_Run], holder: PredictedCache, tokens_per_block: float
+        self,
+        keys: Keys,
+        fresh: int,
+        runs: list[_Run],
+        holder: PredictedCache,
+        tokens_per_block: float,
     ) -> None:
         # Move these runs of blocks to the holder's newest generation.
         #
@@ -350,21 +359,50 @@ class PrefixIndex:
         low, covered = fresh, lengths[fresh - 1] if fresh else 0
         holder.add_tokens((lengths[runs[0][0] - 1] - covered) * tokens_per_block)
         for end, holders, others, previous in reversed(runs):
-            if holders:
-                tokens = (lengths[end - 1] - covered) * tokens_per_block
+            tokens = (lengths[end - 1] - covered) * tokens_per_block
+            if holders < 0:
+                self._renew_table(keys[low:end], holders, holder, tokens)
+            elif holders:
                 holder.remove_tokens(previous, tokens)
                 if not others and previous < oldest:
-                    self._count_missed(holders, tokens)
-                if holders > _ROOM_FOR_ONE:
-                    self._extra_holders += (end - low) * (
-                        _count_extra(others << _LANE_BITS) - _count_extra(holders)
-                    )
+                    self._count_missed(_stamps(holders), tokens)
+                if others > _MOST_OTHERS:
+                    stamps = _stamps(others << _LANE_BITS | holder.stamp)
+                    self._store(keys[low:end], self.tables.create(stamps, end - low))
             else:
                 self._blocks += end - low
             low, covered = end, lengths[end - 1]
 
-    def _count_missed(self, holders: int, tokens: float) -> None:
-        for stamp in _stamps(holders):
+    def _renew_table(self, keys: Keys, table: int, holder: PredictedCache, tokens: float) -> None:
+        # Move the blocks with these keys, whose holders are in a table, to the holder's newest
+        # generation. The table is changed in place, unless other blocks use it too.
+        tables, slot, oldest = self.tables, holder.stamp & _SLOT, self._oldest_alive
+        stamps = tables.stamps[table]
+        previous = stamps.get(slot, 0)
+        holder.remove_tokens(previous, tokens)
+        if previous < oldest[slot] and not any(
+            stamp >= oldest[other] for other, stamp in stamps.items()
+        ):
+            self._count_missed(list(stamps.values()), tokens)
+        renewed = table
+        if not tables.is_used_only_by(table, len(keys)):
+            renewed = tables.create(stamps.values(), len(keys))
+            tables.release(table, len(keys))
+        tables.renew(renewed, holder.stamp, oldest)
+        if len(tables.stamps[renewed]) <= _FEW:
+            packed = _pack(self.stamps_of(renewed))
+            tables.release(renewed, len(keys))
+            renewed = packed
+        if renewed != table:
+            self._store(keys, renewed)
+
+    def _store(self, keys: Keys, holders: int) -> None:
+        # Set the holders of these blocks, which are in the index.
+        for key in keys:
+            self._shards[key & self._shard_mask][key] = holders
+
+    def _count_missed(self, stamps: list[int], tokens: float) -> None:
+        for stamp in stamps:
             holder = self._holders[stamp & _SLOT]
             if stamp >= holder.reborn:
                 holder.missed += tokens
@@ -406,18 +444,56 @@ class PrefixIndex:
         first = bisect_right(
             SAMPLE_LENGTHS, kept_tokens / tokens_per_block if tokens_per_block else 0
         )
+        run = others = previous = 0
         for rung, key in enumerate(keys[first:], first):
-            shard = self._shards[key & self._shard_mask]
-            if key in shard:
-                holders = shard[key]
-                others, previous = self._without(holders, slot)
+            holders = self._holders_of(key)
+            if holders:
+                if holders != run:
+                    run = holders
+                    others, previous = self._trimmed(holders, slot)
                 self._holders[slot].remove_tokens(previous, self._stride(rung) * tokens_per_block)
-                self._extra_holders += _count_extra(others) - _count_extra(holders)
-                if others:
-                    shard[key] = others
-                else:
-                    del shard[key]
-                    self._blocks -= 1
+                self._replace(key, holders, others)
+        self._make_room(0)  # for tables
+
+    def _trimmed(self, holders: int, slot: int) -> tuple[int, int]:
+        # Return the valid holders other than `slot`, and the stamp that slot had (0: none).
+        if holders >= 0:
+            return self._without(holders, slot)
+        stamps, oldest = self.tables.stamps[holders], self._oldest_alive
+        if slot not in stamps:
+            return holders, 0
+        others = [
+            stamp for other, stamp in stamps.items() if other != slot and stamp >= oldest[other]
+        ]
+        return self.pack_or_tabulate(others), stamps.get(slot, 0)
+
+    def pack_or_tabulate(self, stamps: list[int]) -> int:
+        """Return the value of an entry with these stamps: them, packed, or a table's number."""
+        return self.tables.create(stamps, 0) if len(stamps) > _MOST_IN_ENTRY else _pack(stamps)
+
+    def has_block(self, key: int) -> bool:
+        """Return whether the index has an entry for a block."""
+        return key in self._shards[key & self._shard_mask]
+
+    def add_block(self, key: int, holders: int) -> None:
+        """Add an entry for a new block, with the value that `pack_or_tabulate` returned."""
+        self._shards[key & self._shard_mask][key] = holders
+        self._blocks += 1
+        if holders < 0:
+            self.tables.add_block(holders)
+
+    def _replace(self, key: int, holders: int, others: int) -> None:
+        # Set the holders of a block to `others`, or remove the block if there are none.
+        shard = self._shards[key & self._shard_mask]
+        if others:
+            shard[key] = others
+        else:
+            del shard[key]
+            self._blocks -= 1
+        if others < 0:
+            self.tables.add_block(others)
+        if holders < 0:
+            self.tables.release(holders)
 
     def confirm(self, slot: int, believed_share: float, cached_share: float) -> None:
         """Learn from an answer how large an endpoint's cache is: how much of the prompt was cached?
@@ -469,11 +545,7 @@ class PrefixIndex:
         Call it for scrapes, not per request: it reads the size of every dict.
         """
         key_bytes = sys.getsizeof(_LANE) + 12
-        used = (
-            sum(map(sys.getsizeof, self._shards))
-            + self._blocks * key_bytes
-            + self._extra_holders * HOLDER_COST_BYTES
-        )
+        used = sum(map(sys.getsizeof, self._shards)) + self._blocks * key_bytes + self.tables.bytes
         return IndexStats(
             used, self._blocks, self._evictions, tuple(int(holder.held) for holder in self._holders)
         )
@@ -487,30 +559,27 @@ class PrefixIndex:
         return self._holders[slot]
 
     def _make_room(self, blocks: int) -> None:
-        while (
-            self._blocks + blocks
-        ) * BLOCK_COST_BYTES + self._extra_holders * HOLDER_COST_BYTES > self._cap_bytes:
+        tables = self.tables
+        while (self._blocks + blocks) * BLOCK_COST_BYTES + tables.bytes > self._cap_bytes:
             shard = self._shards[self._next_to_trim]
             dropped = (len(shard) + 3) // 4
-            if (
-                self._extra_holders
-                and max(islice(shard.values(), dropped), default=0) > _MOST_IN_COST
-            ):
-                self._extra_holders -= sum(map(_count_extra, islice(shard.values(), dropped)))
+            if min(islice(shard.values(), dropped), default=0) < 0:
+                for holders in islice(shard.values(), dropped):
+                    if holders < 0:
+                        tables.release(holders)
             self._shards[self._next_to_trim] = dict(islice(shard.items(), dropped, None))
             self._next_to_trim = (self._next_to_trim + 1) & self._shard_mask
             self._blocks -= dropped
             self._evictions += dropped
 
 
-def _count_extra(holders: int) -> int:
-    if holders <= _MOST_IN_COST:
-        return 0
-    return (holders.bit_length() + _LANE_BITS - 1) // _LANE_BITS - _HOLDERS_IN_COST
+def _pack(stamps: Sequence[int]) -> int:
+    # Return stamps packed into a holders int, which _stamps() reverses.
+    return int.from_bytes(array("Q", stamps).tobytes(), sys.byteorder)
 
 
 def _stamps(holders: int) -> list[int]:
-    # Return the list of stamps packed into a holders int, at most one per slot.
+    # Return the list of stamps packed into one int, at most one per slot.
     if holders <= _LANE:
         return [holders] if holders else []
     lanes = (holders.bit_length() + _LANE_BITS - 1) // _LANE_BITS

@@ -99,6 +99,7 @@ READ_BY_TESTS = frozenset(
     (
         "_attach_gauges",
         "_begin",
+        "_blocks",
         "_bucket",
         "_budget_s",
         "_call_after_turn",

@@ -4,16 +4,19 @@ prefixes.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
+from policies.prefix.holder_tables import HOLDER_COST_BYTES, TABLE_COST_BYTES
 from policies.prefix.prefix_index import BLOCK_COST_BYTES, PrefixIndex
 
 BLOCK = 8
 PRINTS = Fingerprinter(b"0123456789abcdef", block_bytes=BLOCK)
-SLOTS = 5
+SLOTS, MANY = 5, 48
 
 prompts = st.lists(st.sampled_from([b"aaaaaaaa", b"bbbbbbbb", b"cccccccc"]), max_size=12).map(
     b"".join
@@ -22,11 +25,16 @@ tails = st.integers(0, 7).map(bytes)
 slots = st.integers(0, SLOTS - 1)
 
 
+def count_uses(index: PrefixIndex) -> dict[int, int]:
+    # Return the number of blocks that use each table of holders.
+    return Counter(holders for shard in index._shards for holders in shard.values() if holders < 0)
+
+
 class Unbounded(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = PrefixIndex(1 << 20)
-        self.naive: list[set[bytes]] = [set() for _ in range(SLOTS)]
+        self.naive: list[set[bytes]] = [set() for _ in range(MANY)]
         self.asked: tuple[Fingerprint, bytes] | None = None
 
     def depth(self, slot: int, prompt: bytes) -> int:
@@ -42,10 +50,28 @@ class Unbounded(RuleBasedStateMachine):
         self.index.insert(PRINTS.fingerprint(b"s", prompt + tail), slot, len(prompt + tail))
         self.naive[slot] |= {prompt[:end] for end in range(BLOCK, len(prompt) + 1, BLOCK)}
 
+    @rule(first=st.integers(0, MANY), count=st.integers(1, MANY), prompt=prompts)
+    def insert_at_many(self, first: int, count: int, prompt: bytes) -> None:
+        for slot in range(first, min(MANY, first + count)):
+            self.insert(slot, prompt, b"")
+
     @rule(slot=slots)
     def forget(self, slot: int) -> None:
         self.index.forget(slot)
         self.naive[slot].clear()
+
+    @rule(first=st.integers(0, MANY), count=st.integers(1, MANY))
+    def forget_many(self, first: int, count: int) -> None:
+        for slot in range(first, min(MANY, first + count)):
+            self.forget(slot)
+
+    @invariant()
+    def tables_have_as_many_blocks_as_use_them(self) -> None:
+        tables = self.index.tables
+        assert tables.blocks == count_uses(self.index)
+        assert tables.stamps.keys() == tables.blocks.keys()
+        holders = sum(map(len, tables.stamps.values()))
+        assert tables.bytes == len(tables.blocks) * TABLE_COST_BYTES + holders * HOLDER_COST_BYTES
 
     @rule(slot=slots, prompt=prompts, kept=st.integers(0, 12))
     def trim(self, slot: int, prompt: bytes, kept: int) -> None:
@@ -59,8 +85,8 @@ class Unbounded(RuleBasedStateMachine):
     def match(self, prompt: bytes, tail: bytes) -> None:
         fingerprint = PRINTS.fingerprint(b"s", prompt + tail)
         believed = self.index.match(fingerprint, len(prompt + tail))
-        expected = [self.depth(slot, prompt) * BLOCK for slot in range(SLOTS)]
-        assert believed + [0] * (SLOTS - len(believed)) == expected
+        expected = [self.depth(slot, prompt) * BLOCK for slot in range(MANY)]
+        assert believed + [0] * (MANY - len(believed)) == expected
         holders = self.index.match_holders(fingerprint, len(prompt + tail))
         assert list(holders) == believed
         assert holders.longest == max(believed, default=0)
@@ -92,6 +118,11 @@ class Bounded(RuleBasedStateMachine):
     def insert(self, slot: int, prompt: bytes, blocks: int) -> None:
         self.index.insert(self.long(prompt, blocks), slot, len(prompt) + blocks * BLOCK)
 
+    @rule(prompt=prompts, count=st.integers(1, MANY))
+    def insert_at_many(self, prompt: bytes, count: int) -> None:
+        for slot in range(SLOTS, SLOTS + count):
+            self.insert(slot, prompt, 0)
+
     @rule(prompt=prompts, blocks=st.integers(0, 90))
     def match(self, prompt: bytes, blocks: int) -> None:
         tokens = len(prompt) + blocks * BLOCK
@@ -118,6 +149,7 @@ class Bounded(RuleBasedStateMachine):
         stats = self.index.stats()
         assert stats.bytes <= self.cap
         assert 0 <= stats.blocks == sum(map(len, self.index._shards)) <= 64
+        assert self.index.tables.blocks == count_uses(self.index)
         for slot, count in enumerate(stats.cached_tokens):
             assert count >= 0
             if slot in self.capacity:

@@ -34,10 +34,11 @@ def transfer_state(index: PrefixIndex, into: PrefixIndex, slots: dict[int, int])
     # Transfer the state of one prefix index to another through the channel used at restarts.
     #
     # `slots` maps old slots of endpoints to new ones.
+    tables: dict[bytes, int] = {}
     for blocks in restart_state.index_blocks(index):
         assert len(pack_message(blocks)) < handover_channel.MAX_MESSAGE_BYTES
         restart_state.restore_blocks(
-            into, msgspec.msgpack.decode(msgspec.msgpack.encode(blocks), type=Blocks), slots
+            into, msgspec.msgpack.decode(msgspec.msgpack.encode(blocks), type=Blocks), slots, tables
         )
     for holder in restart_state.index_holders(index):
         if holder.slot in slots:
@@ -86,6 +87,19 @@ def test_a_restored_index_learns_and_ages_like_the_original(seed: int) -> None:
     assert after.stats().blocks == index.stats().blocks
 
 
+def test_prompts_that_many_endpoints_hold_are_restored_and_share_their_tables() -> None:
+    index, restored = PrefixIndex(CAP_BYTES), PrefixIndex(CAP_BYTES)
+    for slot in range(40):
+        index.insert(prompt(1), slot, 640)
+        index.insert(prompt(2, blocks=5), slot // 2, 80)
+    transfer_state(index, restored, {slot: slot + 1 for slot in range(39)})
+    assert restored.match(prompt(1), 640) == [0, *[640] * 39]
+    assert restored.match(prompt(2, blocks=5), 80) == [0, *[80] * 20, *[0] * 19]
+    assert restored.tables.blocks.keys() == {-1, -2}
+    restored.insert(prompt(1), 50, 640)
+    assert restored.match(prompt(1), 640)[50] == 640
+
+
 def test_restoring_a_larger_index_respects_the_size_limit() -> None:
     index, _ = learned(1)
     small = PrefixIndex(64 * 192 * 4)
@@ -96,7 +110,7 @@ def test_restoring_a_larger_index_respects_the_size_limit() -> None:
 def test_inconsistent_blocks_are_an_error() -> None:
     with pytest.raises(ValueError, match="the saved prefix index is inconsistent"):
         restart_state.restore_blocks(
-            PrefixIndex(CAP_BYTES), Blocks(b"x" * 16, b"\1\0", b"y" * 8), {}
+            PrefixIndex(CAP_BYTES), Blocks(b"x" * 16, b"\1\0", b"y" * 8), {}, {}
         )
 
 
