@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from math import inf
+from operator import itemgetter
 
 from policies import routing_algorithm
 from policies.endpoint_load import EndpointLoad, LoadChanges
@@ -72,6 +73,8 @@ LEVELS = 3
 
 Each is a prefix that many endpoints have cached, such as a system prompt (PrefixMatch.wide).
 """
+
+_SLOT_OF = itemgetter(2)
 
 Entry = tuple[float, float, int, int]
 """An entry of the sorted order, as a tuple of four numbers.
@@ -136,12 +139,15 @@ class CandidateOrder:
         self._catch_up(query)
         shortlist = self._shortlist(query)
         if shortlist:
+            match = query.cached_by_slot
+            wide = match if isinstance(match, PrefixMatch) and match.wide else None
+            if wide is not None:
+                wide.look_up([candidate.load.slot for candidate in shortlist])
             eligible = max(len(shortlist), self.eligible - len(failed))
             pick = routing_algorithm.pick(self._policy, query, shortlist, eligible)
             if pick is not None:
-                match = query.cached_by_slot
-                if isinstance(match, PrefixMatch) and match.wide:
-                    match.settle(candidate.load.slot for candidate in shortlist)
+                if wide is not None:
+                    wide.forget_others()
                 # Rank the picked candidate again, because the picker may have changed state that
                 # affects its rank.
                 self._pending = pick.candidate.load.slot
@@ -262,11 +268,12 @@ class CandidateOrder:
 
     def _shortlist(self, query: RoutingQuery) -> list[Candidate]:
         match, by_slot = query.cached_by_slot, self._by_slot
-        chosen = dict.fromkeys(self._holders(match, query))
+        listed = self._holders(match, query)
+        chosen = dict.fromkeys(listed)
         wide = match.wide[:LEVELS] if isinstance(match, PrefixMatch) else ()
         best = [inf] * (len(wide) + 1)
         for number in self._numbers:
-            self._add_leaders(self._groups[number], query, wide, best, chosen)
+            self._add_leaders(self._groups[number], query, wide, best, listed, chosen)
         if wide and best[0] == inf:  # few eligible candidates hold the prefix
             holders = wide[0].some_holders(STEPS)
             chosen |= dict.fromkeys(
@@ -311,34 +318,43 @@ class CandidateOrder:
         query: RoutingQuery,
         wide: Sequence[WideMatch],
         best: list[float],
+        listed: Sequence[int],
         chosen: dict[int, None],
     ) -> None:
         # Add to `chosen` the candidates of one group that might beat all candidates seen before.
         #
-        # wide  prefixes that too many endpoints hold to list them, longest first
-        # best  lowest key seen, by the longest of these prefixes that a candidate holds (the last
-        #       entry: none of them); updated for the following groups
-        is_settled, depth = self._ranking.is_settled, self._ranking.depth
-        taken, unsettled = [0] * len(best), 0
-        for entry in islice(entries, STEPS):
-            if entry[0] >= best[0]:
-                return
-            slot = entry[2]
-            if slot in chosen or not self._meets_conditions(slot, query):
+        # For each prefix in `wide`, these are the first that hold it, and the first of all.
+        # wide    prefixes that too many endpoints hold to list them, longest first
+        # best    lowest key seen, by the longest of these prefixes that a candidate holds (the last
+        #         entry: none of them); updated for the following groups
+        # listed  candidates that are in `chosen` in any case
+        unsettled = 0
+        for level, lowest in enumerate(best):
+            if entries[0][0] >= lowest:
                 continue
-            level = _level(slot, wide)
-            if entry[0] >= best[level]:
-                continue
-            if is_settled is not None and not is_settled(self._by_slot[slot].load):
-                unsettled += 1
-                if unsettled > SHORTLIST_UNSETTLED:
-                    return
-                level = len(best)
-            chosen[slot] = None
-            for shorter in range(level, len(best)):
-                taken[shorter] += 1
-                if taken[shorter] >= depth:
-                    best[shorter] = entry[0]
+            prefix = wide[level] if level < len(wide) else None
+            taken = 0
+            for slot in _slots_holding(prefix, entries):
+                key = self._entries[slot][0]
+                if key >= lowest:
+                    break
+                if slot in listed or not self._meets_conditions(slot, query):
+                    continue
+                if not self._is_settled(slot):
+                    unsettled += slot not in chosen
+                    if unsettled > SHORTLIST_UNSETTLED:
+                        return
+                    chosen[slot] = None
+                    continue
+                chosen[slot] = None
+                taken += 1
+                if taken >= self._ranking.depth:
+                    best[level] = key
+                    break
+
+    def _is_settled(self, slot: int) -> bool:
+        is_settled = self._ranking.is_settled
+        return is_settled is None or is_settled(self._by_slot[slot].load)
 
     def _add_untested(self, query: RoutingQuery, chosen: dict[int, None]) -> None:
         # Add one idle candidate whose speed is known only from its label. They take turns.
@@ -378,12 +394,12 @@ class CandidateOrder:
                         return
 
 
-def _level(slot: int, wide: Sequence[WideMatch]) -> int:
-    # Return the index of the longest prefix in `wide` that the slot holds; len(wide) if none.
-    for level, prefix in enumerate(wide):
-        if prefix.holds(slot):
-            return level
-    return len(wide)
+def _slots_holding(prefix: WideMatch | None, entries: Sequence[Entry]) -> Iterator[int]:
+    # Return the slots of the best of these entries, as far as they hold the prefix (None: any).
+    #
+    # Hundreds of entries may be passed over for each that holds it, so the loop runs in C.
+    slots = map(_SLOT_OF, islice(entries, STEPS))
+    return slots if prefix is None else prefix.select_holders(slots)
 
 
 def create_order(

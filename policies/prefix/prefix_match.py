@@ -5,7 +5,7 @@ A list of tokens by slot would be as long as the pool, for each request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 
@@ -33,6 +33,16 @@ class WideMatch:
         stamp = self._stamps.get(slot)
         return stamp is not None and stamp >= self._oldest_alive[slot]
 
+    def has_holders(self) -> bool:
+        """Return whether any endpoint is believed to have the prefix cached."""
+        oldest = self._oldest_alive
+        return any(stamp >= oldest[slot] for slot, stamp in self._stamps.items())
+
+    def select_holders(self, slots: Iterable[int]) -> Iterator[int]:
+        """Return an iterator over those of these slots whose endpoints have the prefix cached."""
+        # Of hundreds of slots, few may hold it: filter() passes over the others in C.
+        return filter(self.holds, filter(self._stamps.__contains__, slots))
+
     def some_holders(self, limit: int) -> list[int]:
         """Return the slots (numbers) of up to `limit` endpoints that have the prefix cached."""
         return [slot for slot in islice(self._stamps, limit) if self.holds(slot)]
@@ -58,7 +68,7 @@ class PrefixMatch(Sequence[int]):
         self._slots = slots
         self.narrow, self.wide, self.longest = narrow, wide, longest
         for prefix in wide:
-            if prefix.tokens > longest and prefix.some_holders(slots):
+            if prefix.tokens > longest and prefix.has_holders():
                 self.longest = prefix.tokens
                 break
 
@@ -71,14 +81,22 @@ class PrefixMatch(Sequence[int]):
         tokens = self.narrow.get(slot)
         if tokens is not None:
             return tokens
-        return next((layer.tokens for layer in self.wide if layer.holds(slot)), 0)
+        for prefix in self.wide:
+            if prefix.holds(slot):
+                return prefix.tokens
+        return 0
 
-    def settle(self, slots: Iterable[int]) -> None:
-        """Read the numbers of cached tokens of these endpoints now, and forget all others.
+    def look_up(self, slots: Iterable[int]) -> None:
+        """Read the numbers of cached tokens of these endpoints now, so that they do not change."""
+        for slot in slots:
+            if slot < self._slots and slot not in self.narrow:
+                self.narrow[slot] = self[slot]
 
-        Call it before the index changes, since numbers are otherwise looked up when they are read.
+    def forget_others(self) -> None:
+        """Forget the numbers of all endpoints that were not looked up.
+
+        Call it before the index changes, since these numbers would change with it.
         """
-        self.narrow |= {slot: self[slot] for slot in slots if slot < self._slots}
         self.wide = ()
 
 
