@@ -321,8 +321,9 @@ def _compare(
         shape = members[indices[0]].shape
         peers = PeerTimes(measure, [tracks[index].reference for index in indices], shape)
         peer_times_by_kind[kind, measure] = peers
+        outputs = sorted(members[index].record.output for index in indices)
         for index in indices:
-            comparison.assess(index, indices, peers, findings[index])
+            comparison.assess(index, outputs, peers, findings[index])
 
 
 class _Comparison:
@@ -351,11 +352,12 @@ class _Comparison:
         return self._pool
 
     def assess(
-        self, index: int, indices: Sequence[int], peers: PeerTimes, finding: _Finding
+        self, index: int, outputs: Sequence[float], peers: PeerTimes, finding: _Finding
     ) -> None:
-        # Compare the endpoint at `index` with its peers, those at `indices`; update its finding.
+        # Compare the endpoint at `index` with its peers, and update its finding.
         #
-        # An endpoint without peers is compared with the pool, by its usual ratio to it.
+        # `outputs` has the recent outputs of all endpoints of its kind, in ascending order. An
+        # endpoint without peers is compared with the pool, by its usual ratio to it.
         track, limits = self.tracks[index], self.limits
         has_peers = peers.count - (track.reference.total > 0.0) > 0
         if not has_peers and self.pool.count <= 1:
@@ -373,7 +375,7 @@ class _Comparison:
         fixed_s = _fixed_s(each_s, samples, expected_s)
         slowness = _ratio(track, samples, expected_s, fixed_s, self.measure, limits, has_peers)
         if slowness is None or (
-            self.measure is Measure.ANSWER and _is_busier(self.members, index, indices)
+            self.measure is Measure.ANSWER and _is_busier(self.members[index].record, outputs)
         ):
             return
         if slowness.ratio >= limits.clear:
@@ -441,9 +443,10 @@ def _samples_with_running_step(
     return samples
 
 
-def _is_busier(members: Sequence[Reviewed], index: int, peers: Sequence[int]) -> bool:
-    outputs = sorted(members[peer].record.output for peer in peers if peer != index)
-    return bool(outputs) and members[index].record.output > BUSIER * outputs[len(outputs) // 2]
+def _is_busier(record: SpeedRecord, outputs: Sequence[float]) -> bool:
+    # Return whether an endpoint generates more than its peers, by the sorted outputs of all.
+    own, middle = bisect_left(outputs, record.output), (len(outputs) - 1) // 2
+    return len(outputs) > 1 and record.output > BUSIER * outputs[middle + (middle >= own)]
 
 
 def _ratio(
