@@ -60,6 +60,10 @@ GAUGES_OF_ENDPOINT, MODEL_OF_ENGINE = 16, 16
 MeteredBefore = dict[LiveEndpoint, MeteredSettings | None]
 """The settings of endpoints on which their gauges depend, before a change; None: it is new."""
 
+
+CONNECTIONS_PER_ITEM = 8
+"""Number of connections whose timeouts are checked in the time of one item of other work."""
+
 OUT_OF_ROTATION = (endpoint_health.HealthState.EJECTED, endpoint_health.HealthState.DEAD)
 
 
@@ -518,10 +522,10 @@ class EndpointTable:
         yield
         meter = WorkMeter()
         for live in self.all():
-            if meter.is_part_over():
+            if meter.is_part_over(1 + len(live.upstream.connections) // CONNECTIONS_PER_ITEM):
                 yield
             temporary_limits.raise_limits(live, self._ramp_s, now)
-            live.upstream.sweep(now)
+            yield from live.upstream.sweep(now)
             if live.health.state is endpoint_health.HealthState.DEAD:
                 # Requests whose connection was still being opened when the engine died.
                 live.upstream.fail_all("ejected", "the engine is dead")

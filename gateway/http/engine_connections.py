@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import suppress
+from math import inf
 from time import monotonic
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -26,12 +27,13 @@ from gateway.http.write_queue import WriteQueue
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.relay_state import BEHIND, DONE
 from gateway.util.tls_contexts import WRITE_BUFFER_BYTES, Encryption
+from gateway.util.work_in_turns import Steps, slices
 
 MAX_IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections
 MAX_HEADS = 64  # cached beginnings of requests, one for each path
 MAX_IDLE = 256  # idle connections kept per engine
+SWEPT_AT_ONCE = 256  # connections whose timeouts one part of a sweep checks
 TLS_SHUTDOWN_S = 1.0  # how long an engine may take to complete a TLS shutdown
-
 # Bytes of a response that the kernel buffers while its client does not read; Linux allows MiBs.
 RECEIVE_BUFFER = 256 * 1024
 JOIN_LIMIT = 64 * 1024  # a longer body is cheaper to pass as a second buffer than to copy
@@ -385,17 +387,8 @@ class ConnectionPool:
     """
 
     __slots__ = (
-        "_encryption",
-        "_headers",
-        "_heads",
-        "_idle",
-        "_netloc",
-        "_request_line",
-        "addresses",
-        "connections",
-        "last_body_at",
-        "outbox",
-        "timeouts",
+        *("_encryption", "_headers", "_heads", "_idle", "_netloc", "_request_line"),
+        *("addresses", "connections", "last_body_at", "outbox", "timeouts"),
     )
 
     def __init__(
@@ -561,16 +554,19 @@ class ConnectionPool:
         if connection in self._idle:
             self._idle.remove(connection)
 
-    def sweep(self, now: float) -> None:
-        """Close idle connections that are too old, and fail responses that have timed out.
+    def sweep(self, now: float) -> Steps[None]:
+        """Close idle connections that are too old and fail overdue responses, in parts.
 
         `now` is in monotonic seconds. Connections are closed before the engine would close them.
         """
         while self._idle and self._idle[0].idle_since < now - MAX_IDLE_S:
             self._idle.pop(0).abort()
-        for connection in tuple(self.connections):
-            if connection.has_timed_out(now, self.timeouts):
-                connection.fail("timeout", "the engine has been silent for too long")
+        for part in slices(tuple(self.connections), SWEPT_AT_ONCE):
+            for connection in part:
+                if connection.has_timed_out(now, self.timeouts):
+                    connection.fail("timeout", "the engine has been silent for too long")
+            if len(part) == SWEPT_AT_ONCE:
+                yield
 
     def silence_duration_s(self, now: float) -> float:
         """Return for how many seconds clients have waited without any output of the engine.
@@ -578,10 +574,14 @@ class ConnectionPool:
         The result is 0 if no client is waiting. Response heads do not count as output, because API
         servers send them before the engine sees the request.
         """
-        waiting_since = [
-            connection.last_activity_at for connection in self.connections if connection.is_awaited
-        ]
-        return max(0.0, now - max(min(waiting_since), self.last_body_at)) if waiting_since else 0.0
+        waiting_since = inf
+        for connection in self.connections:
+            if connection.is_awaited:
+                waiting_since = min(waiting_since, connection.last_activity_at)
+                # Of thousands of streams, one of the first shows that the last output counts.
+                if waiting_since <= self.last_body_at:
+                    return max(0.0, now - self.last_body_at)
+        return max(0.0, now - waiting_since)
 
     def fail_all(self, kind: str, message: str) -> None:
         """Fail all responses in progress, because the engine is known to have failed."""

@@ -25,6 +25,7 @@ from gateway.protocol.response.http_response_parser import encode_chunk
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.relay_state import RelayState
 from gateway.protocol.response.usage_and_error_search import MAX_FIRST_EVENT
+from gateway.util.work_in_turns import run_at_once
 from tests.duration_limits import PATIENCE_S
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
@@ -172,7 +173,7 @@ async def test_sweeping_closes_idle_connections_before_the_engine_does() -> None
     async with engines() as fake:
         await fake.ask()
         engine = await fake.accepted.get()
-        fake.upstream.sweep(monotonic() + MAX_IDLE_S + 0.1)
+        run_at_once(fake.upstream.sweep(monotonic() + MAX_IDLE_S + 0.1))
         async with asyncio.timeout(PATIENCE_S):
             await engine.gone.wait()
         assert not fake.upstream.connections
@@ -304,10 +305,10 @@ async def test_interim_responses_and_heads_do_not_extend_the_deadline() -> None:
             while relay.head is None:
                 await asyncio.sleep(0)
         assert connection.last_activity_at == asked_at
-        fake.upstream.sweep(asked_at + 4.9)
+        run_at_once(fake.upstream.sweep(asked_at + 4.9))
         await asyncio.sleep(0)
         assert not asking.done()
-        fake.upstream.sweep(asked_at + 5.1)
+        run_at_once(fake.upstream.sweep(asked_at + 5.1))
         with pytest.raises(UpstreamError) as error_info:
             await asking
         assert error_info.value.kind == "timeout"
@@ -319,16 +320,16 @@ async def test_the_first_byte_and_later_chunks_have_separate_timeouts() -> None:
         asking = asyncio.create_task(fake.ask())
         engine = await fake.asked()
         now = monotonic()
-        fake.upstream.sweep(now + 4.5)
+        run_at_once(fake.upstream.sweep(now + 4.5))
         engine.transport.write(ANSWER[:-1])
         (connection,) = fake.upstream.connections
         async with asyncio.timeout(PATIENCE_S):
             while connection.last_activity_at < now:
                 await asyncio.sleep(0)
-        fake.upstream.sweep(monotonic() + 0.5)
+        run_at_once(fake.upstream.sweep(monotonic() + 0.5))
         await asyncio.sleep(0)
         assert not asking.done()
-        fake.upstream.sweep(monotonic() + 1.5)
+        run_at_once(fake.upstream.sweep(monotonic() + 1.5))
         with pytest.raises(UpstreamError) as error_info:
             await asking
         assert error_info.value.kind == "timeout"
@@ -399,7 +400,7 @@ async def test_a_slow_client_pauses_the_engine_and_does_not_count_as_its_silence
         for _ in range(50):
             await asyncio.sleep(0)
         assert len(client.text) < length // 2
-        fake.upstream.sweep(monotonic() + 100)
+        run_at_once(fake.upstream.sweep(monotonic() + 100))
         assert fake.upstream.silence_duration_s(monotonic() + 100) == 0.0
         client.ready()
         async with asyncio.timeout(PATIENCE_S):
