@@ -34,6 +34,20 @@ _END = b"\r\n\r\n"
 _LENGTH = re.compile(rb"\r\ncontent-length: ?(0|[1-9][0-9]{0,8})(\r\n)", re.IGNORECASE)
 _HOST = re.compile(r"[A-Za-z0-9._-]+(?::[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](?::[0-9]{1,5})?")
 
+# A connection keeps the head of its first request. Names that are common share one string, which
+# saves half a kilobyte per connection.
+_COMMON_NAMES = (
+    *("host", "connection", "content-length", "content-type", "user-agent", "accept"),
+    *("accept-encoding", "accept-language", "authorization", "x-api-key", "api-key", "cookie"),
+    *("x-request-id", "traceparent", "tracestate", "idempotency-key", "anthropic-version"),
+    *("anthropic-beta", "openai-organization", "openai-project", "x-forwarded-for", "x-real-ip"),
+    *("x-forwarded-host", "x-forwarded-port", "x-forwarded-proto", "x-stainless-arch"),
+    *("x-stainless-async", "x-stainless-lang", "x-stainless-os", "x-stainless-package-version"),
+    *("x-stainless-read-timeout", "x-stainless-retry-count", "x-stainless-runtime"),
+    *("x-stainless-runtime-version", "x-stainless-timeout"),
+)
+_SHARED_NAMES = {form: name for name in _COMMON_NAMES for form in (name, name.title())}
+
 # Fields that change framing or when the body may be sent.
 UNSUPPORTED_FIELDS = frozenset(
     (
@@ -116,7 +130,9 @@ def read_head(data: bytes, offset: int) -> RequestHead | None:
     if match is None:
         return None
     fields = _FIELD.findall(match[2].decode("ascii"))
-    headers = HeaderFields((name.lower(), value) for name, value in fields)
+    headers = HeaderFields(
+        (_SHARED_NAMES.get(name) or name.lower(), value) for name, value in fields
+    )
     if (
         len(headers) != len(fields)
         or not UNSUPPORTED_FIELDS.isdisjoint(headers)
