@@ -6,15 +6,16 @@
  *
  * The pace of a stream is set on the command line, or per request by a note in the prompt, which every
  * gateway forwards, unlike unknown fields and headers:
- *     @bench chunks=300 every_us=10000 first_us=5000 burst=1 join=0@
+ *     @bench chunks=300 every_us=10000 first_us=5000 burst=1 join=0 stamp=0@
  * burst: chunks per beat; join=1 sends the chunks of a beat in one write, join=0 in separate ones.
+ * stamp=1: each chunk contains the time at which it is written, for the load generator's --stamped.
  *
  *     backend --port 19000 --ports 4 [--chunks N] [--every-us D] [--first-us F] [--burst B] [--join 0|1]
  */
 #include "wire.h"
 
 typedef struct {
-    int chunks, every_us, first_us, burst, join;
+    int chunks, every_us, first_us, burst, join, stamp;
 } pace_t;
 
 typedef struct {
@@ -35,7 +36,7 @@ static int heap_n, heap_cap;
 /* ---- canned bytes ---- */
 #define CHUNK_HEAD "{\"id\":\"chatcmpl-bench0123456789abcdef\",\"object\":\"chat.completion.chunk\",\"created\":1760000000,\"model\":\"bench-model\",\"choices\":"
 #define USAGE "\"usage\":{\"prompt_tokens\":128,\"total_tokens\":192,\"completion_tokens\":64,\"prompt_tokens_details\":null}"
-static bytes_t role_chunk, token_chunk, finish_chunk, usage_chunk, done_chunk, stream_head, answer, prefilled;
+static bytes_t role_chunk, token_chunk, stamped_chunk, finish_chunk, usage_chunk, done_chunk, stream_head, answer, prefilled;
 
 static bytes_t frame(const char *event) {
     bytes_t b = {0};
@@ -57,6 +58,7 @@ static bytes_t with_length(const char *type, const char *body) {
 static void make_canned(void) {
     role_chunk = frame("data: " CHUNK_HEAD "[{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"logprobs\":null,\"finish_reason\":null}]}\n\n");
     token_chunk = frame("data: " CHUNK_HEAD "[{\"index\":0,\"delta\":{\"content\":\" water\"},\"logprobs\":null,\"finish_reason\":null,\"token_ids\":null}]}\n\n");
+    stamped_chunk = frame("data: " CHUNK_HEAD "[{\"index\":0,\"delta\":{\"content\":\" water\"},\"logprobs\":null,\"finish_reason\":null," STAMP "0000000000000000000\"}]}\n\n");
     finish_chunk = frame("data: " CHUNK_HEAD "[{\"index\":0,\"delta\":{\"content\":\"\"},\"logprobs\":null,\"finish_reason\":\"length\",\"stop_reason\":null}]}\n\n");
     usage_chunk = frame("data: " CHUNK_HEAD "[]," USAGE "}\n\n");
     done_chunk = frame("data: [DONE]\n\n");
@@ -157,12 +159,21 @@ static bool flush_out(conn_t *c) {
 
 static bool say(conn_t *c, const bytes_t *b) { put(&c->out, b->at, b->len); return flush_out(c); }
 
+/* Append a chunk with the present time in nanoseconds. */
+static void put_stamped(bytes_t *out) {
+    size_t at = (char *)memmem(stamped_chunk.at, stamped_chunk.len, STAMP, strlen(STAMP)) - stamped_chunk.at + strlen(STAMP);
+    char *digit = stamped_chunk.at + at + STAMP_DIGITS;
+    for (int64_t rest = now_ns(); digit > stamped_chunk.at + at; rest /= 10) *--digit = '0' + rest % 10;
+    put(out, stamped_chunk.at, stamped_chunk.len);
+}
+
 /* Send one beat of a stream. The first has the role, the last has finish, usage and [DONE]. */
 static bool beat(conn_t *c) {
     if (!c->begun) put(&c->out, role_chunk.at, role_chunk.len);
     c->begun = true;
     for (int i = 0; i < c->pace.burst && c->left > 0; i++, c->left--) {
-        put(&c->out, token_chunk.at, token_chunk.len);
+        if (c->pace.stamp) put_stamped(&c->out);
+        else put(&c->out, token_chunk.at, token_chunk.len);
         if (!c->pace.join && !flush_out(c)) return false;
     }
     if (c->left > 0) {
@@ -196,6 +207,7 @@ static pace_t pace_of(const char *body, size_t n) {
     p.first_us = field(note, "first_us=", p.first_us);
     p.burst = field(note, "burst=", p.burst);
     p.join = field(note, "join=", p.join);
+    p.stamp = field(note, "stamp=", p.stamp);
     return p;
 }
 

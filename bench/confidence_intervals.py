@@ -1,8 +1,8 @@
-"""Confidence intervals of the medians and means that benchmarks report."""
+"""Confidence intervals of medians and means, and lines through values, that benchmarks report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import comb
 from statistics import median
 
@@ -37,3 +37,16 @@ def median_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
         rank += 1
     index = max(rank, 1) - 1
     return ordered[index], median(ordered), ordered[count - 1 - index]
+
+
+def fitted_line(points: Mapping[int, float]) -> tuple[float, float, float]:
+    """Return (slope, intercept, deviation) of the line with the least squares through points.
+
+    The deviation is the largest distance of a point from the line, relative to the point.
+    """
+    middle_x, middle_y = sum(points) / len(points), sum(points.values()) / len(points)
+    slope = sum((x - middle_x) * (y - middle_y) for x, y in points.items()) / sum(
+        (x - middle_x) ** 2 for x in points
+    )
+    intercept = middle_y - slope * middle_x
+    return slope, intercept, max(abs(intercept + slope * x - y) / y for x, y in points.items())

@@ -2,7 +2,7 @@
  * the gateway in the window.
  *
  *     load --port P --bodies FILE --mode closed|open [--connections C] [--rate R] [--warmup-ms W] [--window-ms D]
- *          [--ramp-ms M] [--events-per-stream E] [--cpu-pids 1,2,3]
+ *          [--ramp-ms M] [--events-per-stream E] [--cpu-pids 1,2,3] [--stamped 0|1]
  *
  * closed: C connections, each of which sends the next request after its answer.
  * open:   R requests per second, independent of the answers. A latency counts from the intended send
@@ -10,7 +10,12 @@
  * FILE:   request bodies, each as <u32 length><bytes>, used in turn. Sixteen '#' in a body are replaced
  *         by the request's number, so that prompts share a prefix but are never equal.
  *
- * Prints one JSON object; requests, events and CPU are those of the window.
+ * stamped: chunks contain the time at which the test engine wrote them (bench/backend.c). delay_s is the
+ *         time from then until a chunk is read here; gap_s, how much longer the delay of a chunk is than
+ *         that of the stream's chunk before it. Both run on one machine, whose clock they share.
+ *
+ * Prints one JSON object; requests, events and CPU are those of the window. streaming: connections in the
+ * middle of a stream when the window begins and when it ends.
  */
 #include "wire.h"
 
@@ -24,7 +29,7 @@ typedef struct conn {
     bool busy, reused, first_seen, chunked, close_after;
     int status, newlines;
     long left, events;
-    int64_t asked_ns;
+    int64_t asked_ns, delay_ns; /* delay_ns: of the last stamped chunk, 0 before the first */
     struct iovec part[4];
     int part_n, part_at;
     char unique[17], head[8192];
@@ -36,11 +41,11 @@ static struct {
     int port, connections, window_ms, warmup_ms, ramp_ms, pid_n, pids[256];
     long expected_events;
     double rate;
-    bool open;
+    bool open, stamped;
 } opt = {.port = 8080, .connections = 32, .window_ms = 2000, .warmup_ms = 500, .rate = 100};
 
 static struct { long requests, events, connect, status, framing, closed, mismatch, opened, late; int64_t bytes; int bad_status; } count;
-static samples_t latency, ttft;
+static samples_t latency, ttft, delay, gap;
 static body_t *bodies;
 static size_t body_n;
 static uint64_t serial;
@@ -145,7 +150,7 @@ static void ask(conn_t *c, int64_t intended_ns) {
     c->part_at = 0;
     c->asked_ns = intended_ns;
     c->state = HEAD;
-    c->head_n = c->events = c->newlines = 0;
+    c->head_n = c->events = c->newlines = c->delay_ns = 0;
     c->busy = true;
     c->first_seen = c->chunked = false;
     if (!send_rest(c)) { count.closed++; hang_up(c); }
@@ -169,10 +174,24 @@ static void finished(conn_t *c) {
     else c->next_idle = idle, idle = c;
 }
 
+/* Note how long ago a chunk was written. A stamp that two reads divide is left out. */
+static void note_delays(conn_t *c, const char *p, size_t n) {
+    int64_t now = now_ns();
+    for (const char *end = p + n; (p = memmem(p, end - p, STAMP, strlen(STAMP)));) {
+        p += strlen(STAMP);
+        if (end - p <= STAMP_DIGITS) return;
+        int64_t took = now - strtoll(p, NULL, 10);
+        if (measuring) note(&delay, took / 1e9);
+        if (measuring && c->delay_ns) note(&gap, (took - c->delay_ns) / 1e9);
+        c->delay_ns = took;
+    }
+}
+
 /* Count server-sent events, which end with an empty line. The first with generated text is the first
  * token; an event with the role precedes it. */
 static void count_events(conn_t *c, const char *p, size_t n) {
     long before = c->events;
+    if (opt.stamped) note_delays(c, p, n);
     if (!c->first_seen && memmem(p, n, "\"content\":\" ", 12)) {
         c->first_seen = true;
         if (measuring) note(&ttft, (now_ns() - c->asked_ns) / 1e9);
@@ -298,11 +317,18 @@ static void parse(int argc, char **argv, const char **path) {
         else if (!strcmp(name, "--warmup-ms")) opt.warmup_ms = atoi(v);
         else if (!strcmp(name, "--window-ms")) opt.window_ms = atoi(v);
         else if (!strcmp(name, "--ramp-ms")) opt.ramp_ms = atoi(v);
+        else if (!strcmp(name, "--stamped")) opt.stamped = atoi(v);
         else if (!strcmp(name, "--events-per-stream")) opt.expected_events = atol(v);
         else if (!strcmp(name, "--cpu-pids"))
             for (const char *p = v; *p && opt.pid_n < 256; p += strcspn(p, ","), p += *p == ',') opt.pids[opt.pid_n++] = atoi(p);
         else { fprintf(stderr, "unknown option %s\n", name); exit(2); }
     }
+}
+
+static int streaming(conn_t **held) {
+    int n = 0;
+    for (int i = 0; i < opt.connections; i++) n += held[i]->busy && held[i]->state > LENGTH;
+    return n;
 }
 
 int main(int argc, char **argv) {
@@ -317,10 +343,10 @@ int main(int argc, char **argv) {
 
     int64_t start = now_ns(), begin = start + (opt.ramp_ms + opt.warmup_ms) * 1000000LL, end = begin + opt.window_ms * 1000000LL;
     int64_t next = start, cpu = 0, window = 0;
-    int asked = 0;
+    int asked = 0, streaming_first = 0;
     for (struct epoll_event ev[256];;) {
         int64_t now = now_ns(), until = end;
-        if (!measuring && now >= begin) measuring = true, cpu = cpu_ns(), window = now;
+        if (!measuring && now >= begin) measuring = true, streaming_first = streaming(held), cpu = cpu_ns(), window = now;
         if (now >= end) break;
         if (!measuring) until = begin;
         while (opt.open && next <= now) ask_on_any(next), next += (int64_t)(neg_log(uniform()) * 1e9 / opt.rate);
@@ -333,11 +359,12 @@ int main(int argc, char **argv) {
     window = now_ns() - window;
     stopping = true;
     printf("{\"window_s\":%.6f,\"cpu_s\":%.9f,\"requests\":%ld,\"events\":%ld,\"bytes\":%lld,\"connections_opened\":%ld,\"late\":%ld,"
-           "\"errors\":{\"connect\":%ld,\"status\":%ld,\"framing\":%ld,\"closed\":%ld,\"event_count\":%ld},\"bad_status\":%d",
+           "\"errors\":{\"connect\":%ld,\"status\":%ld,\"framing\":%ld,\"closed\":%ld,\"event_count\":%ld},\"bad_status\":%d,\"streaming\":[%d,%d]",
            window / 1e9, cpu / 1e9, count.requests, count.events, (long long)count.bytes, count.opened, count.late,
-           count.connect, count.status, count.framing, count.closed, count.mismatch, count.bad_status);
+           count.connect, count.status, count.framing, count.closed, count.mismatch, count.bad_status, streaming_first, streaming(held));
     print_samples("latency_s", &latency);
     print_samples("ttft_s", &ttft);
+    if (opt.stamped) print_samples("delay_s", &delay), print_samples("gap_s", &gap);
     puts("}");
     return 0;
 }

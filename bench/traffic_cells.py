@@ -118,7 +118,9 @@ def chat_body(content: str, stream: bool) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def paced(chunks: int, every_us: int, first_us: int, burst: int = 1, join: int = 0) -> bytes:
+def paced(
+    chunks: int, every_us: int, first_us: int, burst: int = 1, join: int = 0, stamp: int = 0
+) -> bytes:
     """Return the body of a streaming request whose prompt tells the test engine when to send
     chunks.
 
@@ -127,9 +129,11 @@ def paced(chunks: int, every_us: int, first_us: int, burst: int = 1, join: int =
     first_us  microseconds before the first burst
     burst     number of chunks that are sent at a time
     join      1: all chunks of a burst in one write; 0: one write for each chunk
+    stamp     1: each chunk contains the time at which it is written
     """
     note = (
-        f"@bench chunks={chunks} every_us={every_us} first_us={first_us} burst={burst} join={join}@"
+        f"@bench chunks={chunks} every_us={every_us} first_us={first_us} burst={burst} "
+        f"join={join} stamp={stamp}@"
     )
     return chat_body(f"{note} Tell me about water wheels. ################", stream=True)
 
@@ -329,10 +333,10 @@ def rss_per_stream_kib(running: Running, pace: Pace, work: Path, count: int = 20
         time.sleep(4.0)
         during = rss_bytes(running.pids)
         report = json.loads(load.communicate(timeout=30)[0])
-    if any(report["errors"].values()) or report["events"] < count:
+    if any(report["errors"].values()) or min(report["streaming"]) < count:
         raise NotMeasurable(
-            f"not all of the {count} streams stayed open: {report['errors']} failed; "
-            f"{report['events']} events arrived"
+            f"of {count} streams, {report['streaming']} were open when the measured period began "
+            f"and when it ended: {report['errors']} failed"
         )
     return {"rss": (during - before) / count / 1024}
 

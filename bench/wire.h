@@ -21,6 +21,10 @@
 #include <time.h>
 #include <unistd.h>
 
+/* The time at which the test engine writes a chunk, a JSON string: nanoseconds of CLOCK_MONOTONIC. */
+#define STAMP "\"sent_ns\":\""
+#define STAMP_DIGITS 19
+
 typedef struct {
     char *at;
     size_t len, cap;
