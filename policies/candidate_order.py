@@ -5,8 +5,8 @@ by the key of the policy's ranking (policies.policy_types.Ranking). At each pick
 only the endpoints whose load has changed. The policy then scores a shortlist of the best endpoints.
 
 The shortlist of a retry leaves out endpoints that failed the request. If the policy prefers proven
-endpoints, it also leaves out those without a success since a failure. If no endpoint of the
-shortlist can serve the request, all candidates are scored.
+endpoints, endpoints without a success since their last failure are left out too. If no endpoint of
+the shortlist can serve the request, all candidates are scored.
 """
 
 from __future__ import annotations

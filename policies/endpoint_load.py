@@ -173,9 +173,9 @@ class EndpointLoad(EngineLoad):
 def join_ranks(loads: Sequence[EndpointLoad]) -> None:
     """Declare that these are the data-parallel ranks of one engine, which step together.
 
-    In such an engine, each rank waits for the slowest one. The ranks then share what is learned of
-    their speed. A list of one rank means that it steps alone. An earlier declaration for the same
-    loads is replaced.
+    In this engine, each rank waits for the slowest one. The ranks then share one learned speed. A
+    list of one rank means that this rank steps alone. An earlier declaration for the same loads is
+    replaced.
     """
     ranks = tuple(loads) if len(loads) > 1 else ()
     for load in loads:

@@ -74,7 +74,7 @@ class PhaseShare(msgspec.Struct, frozen=True):
     prefills     1.0 if the endpoint computes the prompt, else 0.0
     decodes      1.0 if the endpoint generates the answer, else 0.0
     transfer_s   seconds from the end of the prefill until its KV has arrived at the decode endpoint
-    transfers_s  the same for each candidate, in their order; empty: `transfer_s` for all
+    transfers_s  transfer_s of each candidate, in order; empty: `transfer_s` holds for all
     link_loads   for each candidate, the loads of the two links that its KV would use; empty: none
     """
 
@@ -102,8 +102,8 @@ class Ranking(msgspec.Struct, frozen=True):
     all would pick, if the policy's score has these properties:
 
     1. Apart from `now`, a score depends only on the request, on the candidate's load, and on the
-       tokens that this candidate and the best one have cached. It does not rise when fewer are
-       cached.
+       tokens that this candidate and the best one have cached. A score does not rise when fewer
+       tokens are cached.
     2. Of two candidates of one group with equally many tokens cached, the one with the lower key
        never scores lower. With equal keys, a candidate of a lower group never scores lower.
     3. Every change of a key, of a group or of a filter's result marks the load (`mark_changed`).
@@ -116,7 +116,7 @@ class Ranking(msgspec.Struct, frozen=True):
                 candidates are one group
     is_settled  function of a load: whether property 2 holds exactly for it; None: it always does.
                 Other candidates are scored in addition, at most SHORTLIST_UNSETTLED per group
-    depth       settled candidates to score per group and number of cached tokens
+    depth       number of settled candidates to score, per group and per number of cached tokens
     rises       function of a load and `now`: whether its key may have risen without a recorded
                 change, as for an engine whose first token is late. Such candidates are ranked again
                 if they are among the best. None: no key rises like that. A key that falls with time

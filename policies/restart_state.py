@@ -290,7 +290,7 @@ def restore_belief(belief: SpeedBelief, state: BeliefState) -> bool:
 def copy_belief(belief: SpeedBelief) -> SpeedBelief:
     """Return an independent copy of an endpoint's learned speed.
 
-    If a number in it is not finite, the copy is as before any observation.
+    If a number in the learned speed is not finite, the copy is as before any observation.
     """
     own = SpeedBelief(belief.shape)
     restore_belief(own, belief_state(belief))
@@ -332,7 +332,7 @@ def admission_state(live: PricedAdmission | SessionCap) -> AdmissionState:
 def restore_admission(live: PricedAdmission | SessionCap, state: AdmissionState) -> None:
     """Set an admission policy to what `admission_state` returned before a restart.
 
-    It may come from another kind of admission policy, if both limit sessions.
+    The state may come from another kind of admission policy, if both kinds limit sessions.
     """
     if not isinstance(live, SessionCap) and state.means != _NO_MEANS:
         live._budget, live._tpot_budget, live._typical_s, live._per_weight, _ = state.means

@@ -177,7 +177,7 @@ class Metrics:
         self.retries_total: MetricFamily[Counter] = factory.counter(
             "penstock_retries_total",
             "Retries on another endpoint before the first byte of the response, by the failure of "
-            "the attempt before.",
+            "the previous attempt.",
             KIND,
         )
         self.hedges_total: MetricFamily[Counter] = factory.counter(
@@ -348,7 +348,7 @@ class Metrics:
         )
         self.endpoint_slowness: MetricFamily[Gauge] = factory.gauge(
             "penstock_endpoint_slowness_ratio",
-            "How many times as long as its peers an endpoint takes for the same work, while it is "
+            "Time of an endpoint divided by the time of its peers for the same work, while it is "
             "suspected of slowness or ejected for it; else 0.",
             ENDPOINT,
             merge=Merge.MAX,
@@ -422,7 +422,7 @@ class Metrics:
     def _batch_windows(self, factory: FamilyFactory) -> None:
         self.batches: MetricFamily[Gauge] = factory.gauge(
             "penstock_batches",
-            "Running batches by how they stand to the end of their completion windows: on_time, "
+            "Running batches by whether they will end within their completion windows: on_time, "
             "hurried (places are reserved for them), behind (they will probably not end in time).",
             SCHEDULE,
         )
@@ -508,7 +508,7 @@ class Metrics:
         ).labels()
         self.shared_staleness_seconds: Gauge = factory.gauge(
             "penstock_shared_staleness_seconds",
-            "Seconds since messages of other gateways could last be received; 0 while they can.",
+            "Seconds since messages of other gateways could last be received; 0 while connected.",
             merge=Merge.MAX,
         ).labels()
         self.shared_peers: Gauge = factory.gauge(

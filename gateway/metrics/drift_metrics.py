@@ -9,7 +9,7 @@ MEASURE = Label("measure", 4)
 
 
 class DriftMetrics:
-    """The metrics that say whether the requests of pools still resemble those they were sized for.
+    """The metrics that compare the requests of pools with the `sized_for` of their configuration.
 
     With several workers, the supervisor updates them.
     """

@@ -111,7 +111,7 @@ class FamilySpec(msgspec.Struct, frozen=True):
 
     @property
     def unit(self) -> str:
-        """Return the metric's base unit, such as seconds; it ends the name. "" for plain counts."""
+        """Return the unit at the end of the metric's name, such as seconds; "" for plain counts."""
         last = self.name.removesuffix("_total").rpartition("_")[2]
         return last if last in UNITS else ""
 

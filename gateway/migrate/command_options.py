@@ -43,7 +43,7 @@ def without_redirections(words: Sequence[str]) -> list[str]:
 class CommandOptions:
     """The options of another router's command line, which also records which of them were read.
 
-    Options that no reader has read can then be listed. All words up to the next option are values
+    Options that were not converted can then be listed. All words up to the next option are values
     of an option, as in the routers' own parsers.
     """
 

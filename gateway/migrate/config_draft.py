@@ -121,7 +121,7 @@ class Draft:
 
         secret  the secret, or a reference to it, in the other router's configuration
         name    name of the environment variable to use for a plain secret
-        item    the option or key of the source that contains the secret
+        item    the option or key that contains the secret
         """
         text = with_references(secret)
         if _REFERENCE.fullmatch(text):
@@ -140,7 +140,7 @@ class Draft:
         spec = {"clusterIP": "None", "selector": selector, "ports": [{"port": port}]}
         manifest = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}
         if not selector:
-            self.do(f"Service {name}", "it must select the engines, by labels not given here")
+            self.do(f"Service {name}", "add a selector with labels of the engines' pods")
         self.do(f"Service {name}", f"kubectl apply -f - <<< '{json.dumps(manifest)}'")
 
     def text(self, origin: str) -> str:

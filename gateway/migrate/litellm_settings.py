@@ -122,7 +122,7 @@ def _timeout(value: Any, item: str, draft: Draft) -> None:
 
 def _failures(value: Any, item: str, draft: Draft) -> None:
     draft.set(max(1, int(value)), "health", "failures")
-    draft.differ(item, "health.failures counts consecutive ones, of probes and requests")
+    draft.differ(item, "health.failures counts consecutive failures, of probes and requests")
 
 
 def _cooldown(value: Any, item: str, draft: Draft) -> None:
@@ -132,7 +132,7 @@ def _cooldown(value: Any, item: str, draft: Draft) -> None:
     draft.set(duration, "health", "backoff")
     if float(value) > 60:
         draft.set(duration, "health", "backoff_max")
-    draft.differ(item, "the time doubles after a failed return")
+    draft.differ(item, "the time doubles whenever an endpoint fails again after its return")
 
 
 def _fallbacks(value: Any, item: str, draft: Draft) -> None:

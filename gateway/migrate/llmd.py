@@ -84,10 +84,10 @@ _REASONS: Mapping[str, str] = MappingProxyType(
 class Target(msgspec.Struct, frozen=True):
     """The pods among which llm-d's endpoint picker chooses.
 
-    labels     labels that select the pods; empty if the source does not contain them
+    labels     labels that select the pods; empty if llm-d's configuration has none
     port       port of the engines in the pods
     engine     kind of engine in the pods
-    namespace  Kubernetes namespace of the pods; None: that of the gateway
+    namespace  Kubernetes namespace of the pods; None: the gateway's own namespace
     """
 
     labels: Mapping[str, str] = {}

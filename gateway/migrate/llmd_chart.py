@@ -57,7 +57,8 @@ def _picker_config(picker: Mapping[str, Any], draft: Draft) -> Mapping[str, Any]
     files = _mapping(picker.get("pluginsCustomConfig"))
     name = str(picker.get("pluginsConfigFile") or next(iter(files), "default-plugins.yaml"))
     if name not in files:
-        draft.differ(f"pluginsConfigFile {name}", "it is not in the values: queue, KV and prefix")
+        text = "the values lack this file; its plugins are taken to be queue, KV and prefix scorers"
+        draft.differ(f"pluginsConfigFile {name}", text)
         return _DEFAULT
     for other in files.keys() - {name}:
         draft.drop(f"pluginsCustomConfig {other}", "pluginsConfigFile names another file")

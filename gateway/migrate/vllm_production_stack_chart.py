@@ -1,4 +1,4 @@
-"""Converts the Helm values of the vLLM production stack. Its engines stay as they are."""
+"""Converts the Helm values of the vLLM production stack, whose chart still deploys the engines."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def convert_values(chart: Mapping[str, Any], draft: Draft) -> None:
     draft.set(option_values.number(options.last("port") or "8000"), "listeners", "api", "port")
     draft.do("routerSpec", "set routerSpec.enableRouter to false once clients use the gateway")
     draft.differ(
-        "Services", f"those of release {draft.additions.release!r}; --release names another"
+        "Services", f"taken from release {draft.additions.release!r}; for another, give --release"
     )
     _engines(_mapping(chart.get("servingEngineSpec")), options, draft)
     apply_rules(options, draft, RULES)
@@ -108,7 +108,7 @@ def _engines(spec: Mapping[str, Any], options: CommandOptions, draft: Draft) -> 
         if is_split:
             split_model(draft, model)
         draft.data.setdefault("models", []).append(model)
-    draft.differ("servingEngineSpec", "its engines stay as they are, under this chart")
+    draft.differ("servingEngineSpec", "this chart continues to deploy the engines")
 
 
 def _pool(

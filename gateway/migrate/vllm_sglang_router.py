@@ -357,7 +357,8 @@ def _health(options: CommandOptions, draft: Draft) -> None:
         draft.set(backoff, "health", "backoff")
         if "$" in backoff or float(given) > 60:
             draft.set(backoff, "health", "backoff_max")
-        draft.differ("--cb-timeout-duration-secs", "the time doubles after a failed return")
+        text = "the time doubles whenever an endpoint fails again after its return"
+        draft.differ("--cb-timeout-duration-secs", text)
 
 
 def _listeners(options: CommandOptions, draft: Draft) -> None:

@@ -33,7 +33,7 @@ class BusState(msgspec.Struct, frozen=True):
     """The state of the message bus between gateways at one moment.
 
     connected      whether frames can be sent and received
-    staleness_s    seconds since frames could last be received; 0 while frames can be received
+    staleness_s    seconds since frames could last be received; 0 while connected
     backlog_bytes  bytes that wait to be sent
     gaps           number of reconnections after which frames may be missing
     problem        why the bus is not connected; "" while connected, and before the first failure

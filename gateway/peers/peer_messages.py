@@ -122,9 +122,9 @@ class ActiveSessions(msgspec.Struct, frozen=True, array_like=True, tag="inside")
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """The message of a gateway that has started or reconnected: it requests the others' state.
+    """A gateway that has started or reconnected sends this to request the others' state.
 
-    attempt  number of its earlier Hello messages that no gateway has answered
+    attempt  number of the sender's earlier Hello messages that no gateway has answered
     """
 
     attempt: Annotated[int, msgspec.Meta(ge=0, le=16)]

@@ -33,9 +33,9 @@ class ReplayBuffer:
 
 
 def split_into_parts(bodies: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Group encoded messages into parts of about PART_BYTES bytes, of which each is sent at once.
+    """Group encoded messages into parts of about PART_BYTES bytes, to send one part at a time.
 
-    There is always at least one part.
+    There is always at least one part, which may be empty.
     """
     part: list[bytes] = []
     size = 0

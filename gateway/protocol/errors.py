@@ -144,7 +144,7 @@ def response_not_found(response_id: str) -> GatewayError:
 def shutting_down() -> GatewayError:
     """Return the error for requests that are cut off because the gateway is shutting down.
 
-    It is for requests that still run when the time for running requests is over.
+    They still run when the time that a shutdown leaves for running requests is over.
     """
     message = "The gateway stopped before it could respond. Try again."
     return GatewayError(Failure.SHUTTING_DOWN, message)
@@ -226,8 +226,8 @@ def reason_phrase(status: int) -> str:
 def openai_error_body(status: int, body: bytes) -> bytes:
     """Convert the error body of an engine to OpenAI's format. The message is kept.
 
-    Engines send the error as an object `error`, as the members of such an object, or as a string.
-    Web frameworks in front of them may send plain text.
+    Engines send an object `error`, the members of that object without the name `error`, or a
+    string. Web frameworks in front of them may send plain text.
     An integer `code` is dropped, because OpenAI's error codes are strings.
     """
     try:

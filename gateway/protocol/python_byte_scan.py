@@ -110,7 +110,7 @@ def usage_counts(text: bytes) -> tuple[int | None, int | None, int | None] | Non
     """Return the token counts of the last `usage` member in `text`; None if the caller has to read
     it.
 
-    The counts are those of the prompt, of the answer, and of the cached part of the prompt. The C
-    form reads counts that are plain numbers. This form always returns None.
+    The counts are the tokens of the prompt, of the answer, and of the cached part of the prompt.
+    The C form reads counts that are plain numbers. This form always returns None.
     """
     return None

@@ -1,6 +1,6 @@
 """Decides whether a prompt and its answer certainly exceed the context length of all endpoints.
 
-A prompt that only an estimate calls too long is sent: the engine counts its tokens exactly.
+A prompt that is too long only by estimate is still sent, because engines count tokens exactly.
 """
 
 from __future__ import annotations

@@ -178,8 +178,8 @@ class Reloader:
     def paths(self) -> tuple[Path, ...]:
         """Return the paths of the files whose change may change the configuration.
 
-        They are the configuration file, the files that it refers to, and those that the last
-        rejected attempt lacked.
+        They are the configuration file, the files that it refers to, and files that were missing at
+        the last rejected attempt.
         """
         own = () if self._file is None else (self._file,)
         return tuple(dict.fromkeys((*own, *self.running.references, *self._missing)))

@@ -72,7 +72,7 @@ class TenantState(msgspec.Struct, frozen=True, array_like=True, tag="tenant"):
 class OutputLengthState(msgspec.Struct, frozen=True, array_like=True, tag="lengths"):
     """A message to the successor process: the output lengths observed so far.
 
-    Each row has those of one kind of request.
+    Each row is for one kind of request.
     """
 
     rows: list[LengthState]

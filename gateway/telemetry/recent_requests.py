@@ -27,12 +27,12 @@ class RecentExchanges:
         self._ring: deque[EndedExchange] = deque(maxlen=size)
 
     def resize(self, size: int) -> None:
-        """Set how many ended requests are kept for explanations; a change drops all of them."""
+        """Set how many ended requests are kept for explanations. A new number drops all of them."""
         if size != self.size:
             self.size, self._ring = size, deque(maxlen=size)
 
     def add(self, exchange: Exchange, usage: TokenUsage, events: int, now: float) -> None:
-        """Store an ended request for explanations, and free those of its objects that are large."""
+        """Store an ended request for explanations, and free its large objects."""
         exchange.drop_heavy_fields()
         self._ring.append((exchange, usage, events, now))
 

@@ -130,7 +130,7 @@ KindKey = tuple[str, str, str, bool]
 
 
 class _Kind:
-    """Counters of the requests of one kind: with equal model, tenant, service class and media.
+    """Counters of the requests with the same model, tenant, service class and media.
 
     The estimator of response lengths is updated in batches. Between two updates, only sums are
     kept.

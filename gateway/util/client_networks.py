@@ -33,7 +33,7 @@ class Networks:
 
 
 def normalize_network(text: str) -> str:
-    """Return a network in CIDR notation, in its usual spelling.
+    """Return a network in CIDR notation, in its canonical spelling.
 
     Raises ValueError if the text is not a network, or has address bits beyond its prefix length.
     """

@@ -16,7 +16,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 def return_large_blocks() -> None:
     """Make the allocator return the memory of a large body as soon as it is freed.
 
-    By default, glibc raises its thresholds when such a block is freed, and then keeps up to 64 MiB.
+    By default, glibc raises its thresholds when a large block is freed, and then keeps up to 64 MiB
+    of free memory.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:

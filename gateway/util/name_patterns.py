@@ -10,10 +10,9 @@ WILDCARD = "*"
 
 
 class NamePattern(msgspec.Struct, frozen=True):
-    """A pattern of names: what a name must begin with, and what it must end with.
+    """A pattern that matches names which begin with `prefix` and end with `suffix`.
 
-    It matches a name that begins with `prefix` and ends with `suffix`, if the two do not overlap in
-    it.
+    The two must not overlap in the name.
     """
 
     prefix: str

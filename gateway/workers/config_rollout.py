@@ -27,7 +27,7 @@ DRY_RUN_RESULTS = ("dry_run", "unchanged")
 
 
 class ConfigRollout:
-    """Applies a change of the configuration to all worker processes, or to none. One at a time.
+    """Applies one change of the configuration at a time, to all worker processes or to none.
 
     running  the current configuration, with which new workers start
     on_lost  function that replaces a worker; called with each worker whose configuration may differ

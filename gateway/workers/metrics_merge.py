@@ -116,7 +116,7 @@ def merge_families(
 ) -> list[FamilyReading]:
     """Merge the metric families of several workers by name.
 
-    Counters and histograms are summed. Gauges are combined as their specification says; those of
+    Counters and histograms are summed. Gauges are combined as their specification says; gauges of
     `ended` workers are left out.
     """
     merged: dict[str, FamilyReading] = {}

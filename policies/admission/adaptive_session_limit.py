@@ -93,10 +93,15 @@ class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         start = self.least if self.start is None else self.start
-        if not (self.least <= start <= self.most and self.shortest_s <= self.longest_s):
+        if not self.least <= start <= self.most:
             raise ValueError(
-                "invalid session limits: least <= start <= most and shortest_s <= longest_s are "
-                f"required, got {self}"
+                f"invalid session limits: start ({start}) must be between least ({self.least}) "
+                f"and most ({self.most})"
+            )
+        if self.shortest_s > self.longest_s:
+            raise ValueError(
+                f"invalid session limits: shortest_s ({self.shortest_s}) must not exceed "
+                f"longest_s ({self.longest_s})"
             )
         if self.lost_least > self.lost_most:
             raise ValueError(
@@ -555,6 +560,6 @@ class DecayingMean:
 def is_continuation(prompt_tokens: int, cached_tokens: int) -> bool:
     """Return whether a request without a session key seems to continue a session.
 
-    It does if an endpoint has most of its prompt cached.
+    That is assumed if an endpoint has most of the request's prompt cached.
     """
     return cached_tokens >= CONTINUING_SHARE * prompt_tokens

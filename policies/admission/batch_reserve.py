@@ -11,8 +11,8 @@ On `places` places, requests of `work_s` seconds in total, each at most `longest
     (work_s - longest_s) / places + longest_s
 
 seconds in any order (R. L. Graham, "Bounds for Certain Multiprocessing Anomalies", 1966). Batches
-run in the order in which their windows end. So the work before the end of a window is that of its
-batch and of all batches before it.
+run in the order in which their windows end. So before the end of a window, the work of its batch
+and of all earlier batches must be done.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WindowDemand(msgspec.Struct, frozen=True):
     id         the batch's id
     left_s     seconds until its window ends
     work_s     seconds that its unfinished requests need, one after another on one place
-    longest_s  seconds that the longest of them needs
+    longest_s  seconds that the longest unfinished request needs
     is_known   whether one of its requests was measured; if not, one reserved place is enough
     """
 

@@ -176,9 +176,9 @@ class CapParams(AdmissionParams, frozen=True):
 class SessionCap(CapAdmission):
     """An admission policy with a cap on concurrent requests, and a limit on the number of sessions.
 
-    A new session is refused if its context would not fit the fleet's KV memory beside those of the
-    active sessions. Requests without a session are treated as by CapAdmission. So are all requests
-    while there is no limit on sessions.
+    A new session is refused if its context and the contexts of all active sessions would not fit
+    the fleet's KV memory. CapAdmission's rules apply to requests without a session, and to all
+    requests while there is no limit on sessions.
     """
 
     __slots__ = ("_limit",)

@@ -58,7 +58,7 @@ class ConcurrencyLimit:
             self._held_s += WEIGHT * (max(0.0, held_s) - self._held_s)
 
     def wait_s(self, requests: int) -> float:
-        """Return the expected time in seconds until so many more requests may begin.
+        """Return the expected seconds until `requests` more requests may begin.
 
         Requests in progress are assumed to end evenly over the mean duration.
         """

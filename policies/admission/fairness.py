@@ -96,7 +96,7 @@ class TenantCounters:
     def forgive(self, now: float) -> None:
         """Let past usage of all tenants decay by the time since the last call.
 
-        Usage above `floor` (a tenant's debt) makes a tenant's requests wait behind those of others.
+        Usage above `floor` (a tenant's debt) makes a tenant's requests wait for other tenants'.
         While no request waits, usage delays no other tenant, so it decays within a few times calm_s
         seconds. Call this regularly while nothing waits, and before a request starts to wait.
         """

@@ -1,4 +1,4 @@
-"""The quota usage that gateways report to each other: each subtracts what the others have used.
+"""The quota usage that gateways report to each other, and subtract from their own quotas.
 
 A tenant's quota (quota.py) is one limit for all gateways together. Each gateway regularly sends the
 others the usage of each tenant, and the levels of its token buckets. gateway/peers/usage_sync.py

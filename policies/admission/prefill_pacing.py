@@ -25,7 +25,7 @@ class PrefillPace:
 
     Each prompt that an engine computes delays its running answers. The allowed pace is the fraction
     of time that prefill may take before those answers exceed their budget of seconds per token
-    (TPOT). The result is by how many seconds of prefill an endpoint is ahead of that pace.
+    (TPOT). `ahead_s` returns how many seconds of prefill an endpoint is ahead of that pace.
 
     share  fraction (0 to 1) of the TPOT budget that decoding and prefill may use; the rest is a
            margin

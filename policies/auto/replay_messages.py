@@ -69,7 +69,7 @@ class MemberEstimate(msgspec.Struct, frozen=True):
 
     member   the policy's label
     goodput  share of requests within the latency budgets of their service class, weighted by class
-    gain     goodput minus that of the current policy, on the same arrivals
+    gain     this policy's goodput minus the current policy's, on the same arrivals
     error    half of the width of the 95 % confidence interval of the gain
     gains    the gain in each of several equally large blocks of consecutive requests
     """

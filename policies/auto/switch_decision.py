@@ -68,8 +68,8 @@ class PolicyDecision(msgspec.Struct, frozen=True):
 class PolicyDecider:
     """Decides when one pool should switch to another routing policy.
 
-    It decides after each simulated comparison of policies. It remembers the switches of the last
-    hour, of which there may be three, and all comparisons since the last one.
+    It decides after each simulated comparison of policies. At most three switches are made per
+    hour. All comparisons since the last switch are remembered.
     """
 
     def __init__(self) -> None:

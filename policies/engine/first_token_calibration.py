@@ -56,10 +56,10 @@ class StepSpan:
     first tokens is compared with the work that was predicted for the steps of that time. This
     corrects the engine's learned speed.
 
-    anchor           when the steps began: at a first token. If `entered` is set: at the end of the
-                     decode step during which a prompt entered
-    wait_s           in the second case, the mean wait for that end, in seconds
-    entered          when that prompt entered; None in the first case
+    anchor           when the steps began: at a first token, or after a prompt entered an engine
+                     that computed no other prompt
+    wait_s           mean seconds that this prompt waits for the end of a decode step, or 0
+    entered          when that prompt entered; None: unknown, or the steps began at a first token
     fills            predicted seconds of prefill, by how full the steps were (step_time.FILLS)
     pairs_s          the part of these seconds that is attention (SpeedBelief.area_s)
     decode_s         predicted seconds of decoding between the prefill steps
@@ -102,7 +102,8 @@ class StepSpan:
 
         at       when its first step begins
         wait_s   expected seconds that the first prompt waited for the end of a running decode step
-        entered  when that prompt reached the engine; None: the span begins at a first token
+        entered  when that prompt reached the engine; None: unknown, or the span begins at a first
+                 token
         """
         self.anchor, self.wait_s, self.entered, self.waits_for_kv = at, wait_s, entered, False
         self.fills = [0.0] * (FILLS + 1)

@@ -28,8 +28,8 @@ class KalmanFilter:
 
     factors  correction factors, 1.0 at first
     covar    covariance of their logarithms
-    var      variance of the logarithm of the last observed quantity, after that observation; before
-             the first one, the prior's variance
+    var      variance of the logarithm of the last observed ratio, after that observation; before
+             the first observation, the initial variance
     """
 
     __slots__ = ("_last", "_logs", "_most_vars", "covar", "factors", "var")

@@ -97,11 +97,11 @@ class RunningAnswers:
                 self._drop_ended()
 
     def update(self, load: EngineLoad, steps: float, prefill_s: float) -> float:
-        """Sort the running answers by age, and return the decode step at which this next changes.
+        """Sort the running answers by age; return the decode step at which an age next changes.
 
-        The age of an answer is how many of the typical lengths it has exceeded. The result is in
-        `age_groups`; the returned step is inf if no answer gets older. Requests without a first
-        token count too, and those of other gateways are assumed to be distributed like own ones.
+        The age of an answer is how many of the typical lengths it has exceeded. The groups are
+        stored in `age_groups`; the returned step is inf if no age will change. Requests without a
+        first token count too. Other gateways' answers are assumed to be distributed like own ones.
 
         load       the engine's load, with its number of answers
         steps      number of decode steps of the engine so far
@@ -208,5 +208,5 @@ class RunningAnswers:
 
 
 def per_token(inverse: float) -> float:
-    """Return 1 / (length in tokens), limited as if the length were at least LEAST_TOKENS."""
+    """Return `inverse`, which is 1 / (length in tokens), but at most 1 / LEAST_TOKENS."""
     return min(MOST_PER_TOKEN, inverse)

@@ -60,8 +60,8 @@ class EngineModel:
     step_began_at          begin of that step; if there is none, the end of a decode step
     step_ends_at           predicted end of that step
     completing             the prompts that this step completes
-    awaited                the prompts of the step that first tokens have just ended; none if its
-                           last prompt has a first token
+    awaited                prompts of the step that a first token has just ended; empty once the
+                           last of these prompts has its first token
     ended_step_s           seconds that this step took
     unplanned_tokens       prompt tokens that this step computed although they were not planned
     step_tokens            prompt tokens of this step

@@ -47,8 +47,8 @@ class BlockIds:
     def ids(self, fingerprint: Fingerprint, tenant: str) -> list[int]:
         """Return 48-bit ids, one for each complete block of `ID_BLOCK_BYTES` of the prompt.
 
-        Each id is that of the whole prompt up to the end of the block. Blocks are at least as large
-        as those of the fingerprint.
+        Each id identifies the whole prompt up to the end of the block. Blocks are at least as large
+        as the fingerprint's blocks.
         """
         step = ID_BLOCK_BYTES // fingerprint.block_bytes or 1
         if len(fingerprint.keys) < step:  # most prompts of a chat's first turn

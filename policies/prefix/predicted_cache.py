@@ -22,9 +22,9 @@ class PredictedCache:
     held             the total of `tokens`
     capacity_tokens  the engine's KV capacity; None: unknown, nothing is evicted
     evicted          tokens that were evicted
-    missed           those of them that were requested again while no endpoint had them cached; both
-                     numbers decay over as many evictions as the endpoint has room for
-    reborn           what was evicted before this stamp does not count as evicted
+    missed           evicted tokens that were requested again while no endpoint had them cached;
+                     `evicted` and `missed` decay over as many evictions as its cache has room for
+    reborn           tokens that were evicted before this stamp are not counted in `evicted`
     trust            factor on `capacity_tokens`, below 1 while the engine caches less than assumed
     """
 

@@ -155,7 +155,7 @@ class PrefixIndex:
         """Return the endpoints that are believed to have part of the prompt cached, as a
         PrefixMatch.
 
-        The result is that of `match`, without a list of all slots.
+        The numbers are the same as from `match`, but no list of all slots is created.
         """
         keys = fingerprint.sampled_keys
         known = self._count_known(keys)
@@ -293,7 +293,7 @@ class PrefixIndex:
     def insert(self, fingerprint: Fingerprint, slot: int, prompt_tokens: int) -> None:
         """Record that this prompt was sent to the endpoint in this slot, which caches all of it.
 
-        The cost depends only on blocks that are new or were not used for long.
+        The time depends only on the number of blocks that are new or were not used for long.
         """
         if fingerprint.sampled_keys:
             tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes

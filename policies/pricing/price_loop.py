@@ -1,7 +1,7 @@
 """The loop that computes the prices of a request at the candidate endpoints of a pick.
 
 It is the fast form of `PriceScorer.explain` in endpoint_price.py, where the terms are described.
-The functions at the end compute single parts of a price; both forms use them.
+The functions at the end compute single parts of a price for the loop and for `explain`.
 """
 
 from __future__ import annotations

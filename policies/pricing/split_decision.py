@@ -105,13 +105,13 @@ class SplitRule(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.threshold_tokens < 1 or not 0.0 <= self.hysteresis < 1.0:
             raise ValueError(
-                "invalid settings of splitting: threshold_tokens must be at least 1 and "
-                f"hysteresis at least 0 and below 1, got {self}"
+                "invalid settings of splitting: threshold_tokens must be at least 1 (got "
+                f"{self.threshold_tokens}), hysteresis 0 or more and below 1 ({self.hysteresis})"
             )
         if self.handoff_s < 0.0 or self.kv_token_s < 0.0:
             raise ValueError(
-                "invalid settings of splitting: handoff_s and kv_token_s must be at least 0, "
-                f"got {self}"
+                "invalid settings of splitting: handoff_s and kv_token_s must not be negative, but "
+                f"are {self.handoff_s} and {self.kv_token_s}"
             )
 
 

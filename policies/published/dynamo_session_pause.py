@@ -38,7 +38,7 @@ class SessionPause(AdmissionParams, frozen=True):
     acting_decay_tau_s    when resuming, that weight halves after this many idle seconds
     buffer_per_program    number of tokens added to the context of each session
     session_retention_s   seconds for which an idle session is stored
-    absent_s              the same for a session that was refused before its first request
+    absent_s              seconds for which a session refused at its first request is stored
     most_sessions         maximum number of stored sessions
     """
 

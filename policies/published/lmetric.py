@@ -33,8 +33,8 @@ class LMetric(PolicyParams, frozen=True):
 def product(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
     """Return each candidate's score by the rule LMetric: -(Q + u) * (N + 1).
 
-    Q is the number of queued prefill tokens, u that of uncached tokens of this prompt, and N that
-    of requests in flight.
+    Q is the number of queued prefill tokens, u the number of uncached tokens of this prompt, and N
+    the number of requests in flight.
     """
     prompt = query.request.prompt_tokens
     return [

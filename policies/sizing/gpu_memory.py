@@ -71,7 +71,7 @@ class Demand(msgspec.Struct, frozen=True):
 class MemoryCheck(msgspec.Struct, frozen=True):
     """The result of the memory check.
 
-    Bytes are those of one GPU, in the pipeline stage with the least memory for KV.
+    Bytes are per GPU, in the pipeline stage with the least memory for KV.
 
     verdict         whether the weights and the requests fit
     demand          the requests that must fit

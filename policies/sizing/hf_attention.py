@@ -1,6 +1,6 @@
 """Counts the parameters of a model's attention layers, and the scalars that they cache.
 
-Attention is MHA, GQA or MLA. Layers with a window may have other heads than the others.
+Attention is MHA, GQA or MLA. Window layers may have other numbers of heads than full layers.
 """
 
 from __future__ import annotations

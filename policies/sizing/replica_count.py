@@ -48,9 +48,9 @@ def wait_quantile_s(load: float, service_s: float, percentile: float) -> float:
     load       share of time in which the server is busy, 0 to 1
     service_s  seconds of one prefill
 
-    The queue has Poisson arrivals and equal service times. The mean wait is that of
-    Pollaczek-Khinchine. Waits above zero are assumed to be exponential, which is accurate from the
-    80th percentile on. The result is inf for a load of 1 or more.
+    The queue has Poisson arrivals and equal service times. The mean wait follows from the
+    Pollaczek-Khinchine formula. Waits above zero are assumed to be exponential, which is accurate
+    from the 80th percentile on. The result is inf for a load of 1 or more.
     """
     if load >= 1:
         return inf

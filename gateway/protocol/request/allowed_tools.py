@@ -60,9 +60,9 @@ def names_allowed_tools(choice: msgspec.Raw) -> bool:
 def narrow_tools(members: Mapping[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
     """Reduce the `tools` of a request to those that its `tool_choice` permits.
 
-    `tool_choice` becomes the mode in it, such as auto. Returns the changed members. Raises
-    GatewayError (400) if the choice is malformed, or permits none of the tools, or if there are
-    more than MAX_TOOLS tools.
+    `tool_choice` is replaced by its own member `mode`, such as auto. Returns the changed members.
+    Raises GatewayError (400) if the choice is malformed, or permits none of the tools, or if there
+    are more than MAX_TOOLS tools.
     """
     choice = _decode(members[TOOL_CHOICE])
     nested = choice.get("allowed_tools")  # so in chats; in the Responses API it is flat

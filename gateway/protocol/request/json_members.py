@@ -108,7 +108,7 @@ def decode_object(text: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
 
 
 class _Name(str):
-    """The name of a JSON member; it is a separate type so that msgspec calls a hook for each."""
+    """The name of a JSON member, as a type of its own so that msgspec calls a hook per name."""
 
     __slots__ = ()
 

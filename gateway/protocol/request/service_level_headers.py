@@ -59,8 +59,8 @@ class RequestPreferences(msgspec.Struct, frozen=True):
     A value of None means the model's default.
 
     slo                 the service class
-    ttft_s              target for the first token in seconds, which overrides that of the class
-    tpot_s              target per further token in seconds, which overrides that of the class
+    ttft_s              target in seconds for the first token, in place of the class's target
+    tpot_s              target in seconds per further token, in place of the class's target
     header_priority     priority from the header, at most `max_priority` of the tenant
     default_priority    the effective priority if the body does not give one
     session             key of the session; "" without one
@@ -71,8 +71,8 @@ class RequestPreferences(msgspec.Struct, frozen=True):
     has_short_deadline  whether patience_s is so short that it is checked even without overload
     is_default          whether neither a class nor a target is given
     is_batch            whether the request belongs to a batch of the Batch API
-    skips_queue         whether the request enters its pool before all that wait. No header sets it:
-                        only the gateway's own batch runner does
+    skips_queue         whether the request enters its pool before all waiting requests. Only the
+                        gateway's own batch runner sets this
     """
 
     slo: Slo | None = None

@@ -124,7 +124,7 @@ def named_error_status(event: bytes) -> int | None:
 def merge_usage(first: TokenUsage, last: TokenUsage) -> TokenUsage:
     """Return the token counts of an answer whose first and last events each report some of them.
 
-    Those of the last event take precedence.
+    If both events report a count, the last event's count is used.
     """
     return TokenUsage(
         first.prompt_tokens if last.prompt_tokens is None else last.prompt_tokens,

@@ -127,10 +127,10 @@ def _check_body_length(pairs: list[tuple[bytes, bytes]], fields: dict[bytes, byt
 
 
 class ResponseHeadReader:
-    """Reads response heads; a head like the last one is compared with it instead of parsed.
+    """Reads response heads; parses a head only if it differs from the previous one.
 
     While the second in `Date` stays the same, the heads of an engine differ only in their
-    Content-Length.
+    Content-Length, which is allowed to differ.
     """
 
     __slots__ = ("_after", "_before", "_head")

@@ -1,7 +1,7 @@
 """Replaces values in responses as they stream: the model name and the number of cached tokens.
 
-It takes time linear in the response's length and holds back little of it, even in a long event or
-JSON body. It is used only if the engine's values differ from those for the client.
+The rewriters take time linear in the response's length and hold back little of it, even in a long
+event or JSON body. They are used only if the engine's values differ from those for the client.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Relay(StreamEnd):
 
     own_headers       the gateway's header fields, each ending in CRLF, without framing
     on_first_token    called once, at the first generated token
-    is_http_1_0       whether the client cannot read chunks; it gets the bare body, then a close
+    is_http_1_0       whether the client cannot read chunks; the end of its connection ends the body
     hold_until_token  whether a stream is held back until its first token, not its first event
     chunk_gaps        histogram of the times between chunks in seconds, or None
     rewriter          replaces the engine's model name by the client's; None if they are equal

@@ -49,13 +49,13 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 class Ledger:
     """The record of what one client has received of its answer, for an engine that continues it.
 
-    prompt_ids        token ids of the prompt, as the engine rendered it; empty until they are
-                      reported
+    prompt_ids        token ids of the prompt, as the engine rendered it; empty until the engine
+                      reports them
     shown_ids         ids of the tokens whose text the client has
     generated_tokens  tokens generated so far, including those whose text has not arrived
     prompt_tokens     number of tokens of the prompt
-    cached_tokens     cached tokens of the prompt that the client is to see; None: the engine's
-                      number
+    cached_tokens     number of cached prompt tokens to report to the client; None: the number that
+                      the engine reports
     finish_reason     why generation ended; None while it continues
     max_tokens        maximum number of token ids of prompt and answer that are kept
     is_done           whether the client has the last event
@@ -130,7 +130,7 @@ class Ledger:
     def rewind(self) -> None:
         """Undo what was recorded since the last call of mark().
 
-        The chunks since then were not sent to the client.
+        Call this if the chunks since mark() were not sent to the client.
         """
         length, waiting, state = self._saved
         (
@@ -398,8 +398,8 @@ class LedgerRecorder(ModelNameRewriter):
     def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
         """Record the complete events in the engine's bytes; return the events for the client.
 
-        If one of them shows that the answer is broken, none of them is recorded as sent, and
-        UpstreamError is raised.
+        If an event shows that the answer is broken, UpstreamError is raised, and none of these
+        events is recorded as sent.
         """
         if not is_sse:
             return super().feed(payload, is_sse=is_sse, is_complete=is_complete)

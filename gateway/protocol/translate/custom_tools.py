@@ -33,7 +33,7 @@ _read_text = msgspec.json.Decoder(str).decode
 
 
 def custom_function(tool: Mapping[str, Any], path: str, name: str) -> dict[str, Any]:
-    """Return the chat function for a custom tool, which is called `name` there.
+    """Return a chat function with this name that stands for a custom tool.
 
     A grammar of the text becomes part of the description, because a chat cannot enforce it. Raises
     GatewayError for members that are not known.

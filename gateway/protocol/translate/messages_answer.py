@@ -147,7 +147,7 @@ class MessagesStream(StreamTranslator):
     __slots__ = ("_expected", "_index", "_kind", "_model")
 
     def __init__(self, model: str, prompt_tokens: int = 0) -> None:
-        """Create a translator for one stream; `prompt_tokens` is the expected number of them."""
+        """Create a translator for one stream; `prompt_tokens` is the expected prompt length."""
         super().__init__()
         self._model = model
         self._expected = ChatUsage(prompt_tokens)

@@ -30,7 +30,7 @@ Messages API knows."""
 def system_text(system: Any, messages: Sequence[Any]) -> str:
     """Return the system prompt as one text.
 
-    It is the text of `system`, followed by that of system messages before all other messages. Chat
+    It consists of the text of `system` and of the system messages at the start of `messages`. Chat
     templates allow only one system message, at the beginning.
     """
     texts = [_system_text(system, "system")] if system is not None else []

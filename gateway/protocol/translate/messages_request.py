@@ -65,7 +65,7 @@ def lost_member(body: bytes) -> str:
 
 
 def chat_members(members: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the members of the chat completion request for those of a Messages request.
+    """Translate the members of a Messages request to members of a chat completion request.
 
     Raises GatewayError (400) with the name of a member that cannot be translated.
     """

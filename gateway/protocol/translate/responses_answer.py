@@ -117,8 +117,7 @@ def response_head(key: str, model: str, created: int, echoed: Mapping[str, Any])
 def ended(finish_reason: str | None, output: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the members of a Responses object that change at its end: status, details and output.
 
-    The status of a response that was cut off is `incomplete`, and so is that of its last output
-    item.
+    If the response was cut off, its status and the status of its last output item are `incomplete`.
     """
     reason = _CUT_REASONS.get(finish_reason or "")
     if reason is not None and output:

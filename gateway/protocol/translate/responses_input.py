@@ -28,7 +28,7 @@ _UNFINISHED = ("in_progress", "incomplete")
 
 
 def flat_name(namespace: str, name: str) -> str:
-    """Return the name for chats, which have no namespaces, of a function in a namespace."""
+    """Return the name that a namespace's function has in chats, which have no namespaces."""
     return f"{namespace}__{name}" if namespace else name
 
 

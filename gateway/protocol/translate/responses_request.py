@@ -58,7 +58,7 @@ def to_chat(body: bytes) -> bytes:
 
 
 def chat_members(members: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the members of the chat completion request for those of a Responses request.
+    """Translate the members of a Responses request to members of a chat completion request.
 
     Raises GatewayError (400) with the name of a member that cannot be translated.
     """

@@ -54,7 +54,7 @@ def responses_to_tokenize(body: bytes) -> bytes:
 
 
 def responses_count(answer: bytes | bytearray) -> bytes:
-    """Translate an engine's answer to /tokenize to that of a request for the input tokens.
+    """Translate an engine's answer to /tokenize to the answer to an input_tokens request.
 
     Raises TranslationError if the answer is malformed.
     """

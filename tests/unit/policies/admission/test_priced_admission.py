@@ -242,7 +242,7 @@ def test_overload_begins_above_full_load() -> None:
 def test_a_nested_parameter_is_judged_as_the_others_are() -> None:
     with pytest.raises(PolicyConfigError, match="contains unknown field `strat`"):
         build_admission("priced", {"sessions": {"strat": 0.7}})
-    with pytest.raises(PolicyConfigError, match="least <= start <= most"):
+    with pytest.raises(PolicyConfigError, match=r"start \(0\.95\) must be between least"):
         build_admission("priced", {"sessions": {"start": 0.95}})
     with pytest.raises(PolicyConfigError, match=r"soonest_s \(600\.0\) must not exceed latest_s"):
         build_admission("priced", {"returns": {"soonest_s": 600}})
