@@ -28,20 +28,16 @@ class HolderTables:
 
     stamps  the tables by number: for each holder's slot, its stamp (PrefixIndex)
     blocks  number of blocks that use each table, by its number
+    bytes   upper bound of the memory of all tables
     """
 
-    __slots__ = ("_holders", "_last", "blocks", "stamps")
+    __slots__ = ("_last", "blocks", "bytes", "stamps")
 
     def __init__(self) -> None:
         self.stamps: dict[int, dict[int, int]] = {}
         self.blocks: dict[int, int] = {}
-        self._holders = 0
+        self.bytes = 0
         self._last = 0
-
-    @property
-    def bytes(self) -> int:
-        """Return an upper bound of the memory of all tables, in bytes."""
-        return len(self.stamps) * TABLE_COST_BYTES + self._holders * HOLDER_COST_BYTES
 
     def create(self, stamps: Iterable[int], blocks: int) -> int:
         """Create a table of these stamps, which `blocks` blocks share; return its number."""
@@ -49,7 +45,7 @@ class HolderTables:
         table = {stamp & _SLOT: stamp for stamp in stamps}
         self.stamps[self._last] = table
         self.blocks[self._last] = blocks
-        self._holders += len(table)
+        self.bytes += TABLE_COST_BYTES + len(table) * HOLDER_COST_BYTES
         return self._last
 
     def add_block(self, number: int) -> None:
@@ -60,7 +56,7 @@ class HolderTables:
         """Record that `blocks` blocks use a table no longer; delete it if none is left."""
         self.blocks[number] -= blocks
         if not self.blocks[number]:
-            self._holders -= len(self.stamps.pop(number))
+            self.bytes -= TABLE_COST_BYTES + len(self.stamps.pop(number)) * HOLDER_COST_BYTES
             del self.blocks[number]
 
     def is_used_only_by(self, number: int, blocks: int) -> bool:
@@ -77,7 +73,7 @@ class HolderTables:
         stamps.pop(stamp & _SLOT, None)
         _remove_expired(stamps, oldest_alive)
         stamps[stamp & _SLOT] = stamp
-        self._holders += len(stamps) - before
+        self.bytes += (len(stamps) - before) * HOLDER_COST_BYTES
 
 
 def _remove_expired(stamps: dict[int, int], oldest_alive: Sequence[int]) -> None:

@@ -312,7 +312,8 @@ class PrefixIndex:
         fresh, runs = self._stamp(keys, holder.stamp)
         if runs:
             self._record_runs(keys, fresh, runs, holder, tokens_per_block)
-            self._make_room(0)  # for tables
+            if self.tables.bytes:
+                self._make_room(0)
             self._oldest_alive[slot] = holder.oldest_alive()
 
     def _stamp(self, keys: Keys, stamp: int) -> tuple[int, list[_Run]]:
