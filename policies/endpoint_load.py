@@ -24,8 +24,8 @@ class LoadChanges:
     """Records which endpoints' loads have changed, so that readers need not look at all endpoints.
 
     It is a ring buffer of slots (small integers that identify endpoints), for any number of
-    readers. A reader remembers how many changes it has read. If it is more than CHANGES behind, it
-    has missed some, and must read every load.
+    readers. A reader remembers how many changes it has read. A reader that is more than CHANGES
+    behind has missed some, and must read every load.
 
     count  number of changes so far; change `n` is in `slots[n % CHANGES]`
     """

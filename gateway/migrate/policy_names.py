@@ -15,7 +15,7 @@ class Counterpart(msgspec.Struct, frozen=True):
     """The gateway's policy that is nearest to a policy of another router.
 
     policy   name of the gateway's policy
-    differs  how the gateway's policy differs from the other one; "" if it does not
+    differs  how the gateway's policy differs from the other router's; "" if it does not
     """
 
     policy: str

@@ -1,4 +1,4 @@
-"""Builds the messages to other gateways from this one's state, and applies theirs. No I/O.
+"""Builds messages to other gateways from this gateway's state, and applies their messages. No I/O.
 
 It takes and returns frames. The bus is in bus_interface.py, the schedule in sync_loop.py, and the
 authentication in frame_auth.py.

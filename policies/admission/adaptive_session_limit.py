@@ -137,8 +137,8 @@ class ActiveSession:
     expected_cached_tokens  prompt tokens of its last request that were expected to be cached
     in_flight               number of its running requests
     last_used_s             time of its last request, on the policy clock
-    keep_s                  seconds for which its client asked to keep it while idle; None:
-                            `memory_s`
+    keep_s                  seconds of idleness for which its client asked to keep the context;
+                            None: `memory_s` applies
     is_ending               whether its client has sent its last request
     """
 

@@ -178,9 +178,9 @@ class Expectations:
         """Return how many seconds a late prefill step will take at least; 0 if it is not late.
 
         A step is late after LATE_FACTOR times the time that it would take at the endpoint's peers.
-        It is expected to last as long again as it has lasted, unless the endpoint's own steps
-        usually take less. At an endpoint whose steps usually take longer, it is late after
-        DOUBTED_FACTOR times that time.
+        A late step is expected to last as long again as it has lasted, unless the endpoint's own
+        steps usually take less. At an endpoint whose steps usually take longer than its peers', a
+        step is late after DOUBTED_FACTOR times the peers' time.
         """
         record = member.record
         age_s, ratio = now - record.since, self.step_ratio(member, now)

@@ -31,7 +31,7 @@ class QueuedWork:
 
     computed_tokens   prompt tokens computed so far
     remaining_tokens  prompt tokens not computed yet
-    enters_at         policy clock when the engine's scheduler receives the prompt
+    enters_at         time on the policy clock at which the engine's scheduler receives the prompt
     needed_kv_tokens  KV tokens that must be free before the engine begins the prompt
     """
 

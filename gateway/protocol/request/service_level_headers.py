@@ -99,9 +99,9 @@ class RequestPreferences(msgspec.Struct, frozen=True):
         return Slo(slo.name, self.ttft_s or slo.ttft_s, self.tpot_s or slo.tpot_s, slo.weight)
 
     def effective_priority(self, priority: int) -> int:
-        """Return the effective priority, at most the tenant's highest one.
+        """Return the effective priority, at most the highest that the tenant may use.
 
-        `priority` is the one in the body. A priority in the header takes precedence.
+        `priority` is the body's priority. A priority in the header takes precedence.
         """
         return _clamp(
             priority if self.header_priority is None else self.header_priority, self.max_priority

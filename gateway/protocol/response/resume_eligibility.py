@@ -1,10 +1,10 @@
 """Decides whether another engine can continue a broken answer exactly, and builds its request.
 
-It can only if no member of the request depends on the tokens generated so far. Penalties and
-grammars do, for example, and their state cannot be passed to another engine. Engines also accept
-members that the gateway does not know. Therefore members are checked against a list of permitted
-ones; all others must be absent or turned off. What prevents it later, in the answer itself, such as
-too many tokens, is in token_ledger.py.
+No member of the request may depend on the tokens generated so far. Penalties and grammars do, for
+example, and their state cannot be passed to another engine. Engines also accept members that the
+gateway does not know. Therefore members are checked against a list of permitted ones; all others
+must be absent or turned off. Obstacles in the answer itself, such as too many tokens, are found in
+token_ledger.py.
 """
 
 from __future__ import annotations
