@@ -24,6 +24,13 @@ static CYTHON_UNUSED __attribute__((noinline)) int penstock_refuse_self(
     return 1;
 }
 
+/* Releases a reference, or NULL, where the size of the code matters and its speed does not. */
+static CYTHON_UNUSED __attribute__((noinline)) void penstock_release(PyObject *object) {
+    Py_XDECREF(object);
+}
+
+#define PENSTOCK_RELEASE(object) penstock_release((PyObject *)(object))
+
 #if defined(CYTHON_LIMITED_API) || defined(Py_GIL_DISABLED)
 
 #define PENSTOCK_GET_ATTRIBUTE(object, name) __Pyx_PyObject_GetAttrStr(object, name)

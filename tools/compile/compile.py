@@ -36,11 +36,15 @@ SMALL_FLAGS = "-Os"
 """Further flags for packages that are optimized for size, unless CFLAGS is set."""
 CHECKS = "-Werror=incompatible-pointer-types"
 """Flags of the C compiler that always apply: they make passing the wrong C class an error."""
-LINKER_FLAGS = "-s -Wl,-z,noseparate-code -Wl,-z,norelro -Wl,--hash-style=gnu -Wl,--build-id=none"
+LINKER_FLAGS = (
+    "-s -Wl,-z,noseparate-code -Wl,-z,norelro -Wl,-z,common-page-size=64 "
+    "-Wl,--hash-style=gnu -Wl,--build-id=none"
+)
 """Flags of the linker unless LDFLAGS is set.
 
-Without them every module is 14 kB larger. Two of those are padding, with which the table of
-imported functions could be made read-only after loading.
+Without them every module is 16 kB larger. Two of those are padding, with which the table of
+imported functions could be made read-only after loading. Two others are the rest of the page before
+the module's variables, which the linker fills with zeros unless common-page-size is small.
 """
 
 

@@ -112,7 +112,6 @@ READ_BY_TESTS = frozenset(
         "_counts",
         "_decode",
         "_deferred_bytes",
-        "_delta",
         "_descriptor",
         "_discard",
         "_discarded",

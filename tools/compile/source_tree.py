@@ -10,13 +10,14 @@ import ast
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from Cython.Build import cythonize
-from Cython.Compiler.ExprNodes import AnnotationNode, BitwiseOrNode
+from Cython.Compiler import Options
+from Cython.Compiler.ExprNodes import AnnotationNode, BitwiseOrNode, PyCFunctionNode
 from Cython.Compiler.PyrexTypes import c_double_type
 from setuptools import Extension
 
@@ -50,6 +51,8 @@ OFF_PATH = (
     *("gateway/fleet/discovery", "policies/auto", "policies/golden", "policies/published"),
     "policies/sizing",
     *_modules("gateway/disagg", "failure_actions pairing state_machine"),
+    *_modules("gateway/forwarding", "background_responses engine_refusal"),
+    *_modules("gateway/fleet", "endpoint_registry rank_endpoints"),
     *_modules(
         "gateway/fleet",
         "endpoint_from_config model_alias_lookup probe_errors served_models speed_recovery",
@@ -60,7 +63,7 @@ OFF_PATH = (
     *_modules("gateway/fleet/kv_events", "event_metrics event_reader_start zmq_addresses"),
     *_modules("gateway/fleet/kv_events", "prompt_learner tokenization zmq_subscription"),
     *_modules("gateway/http", "aiohttp_connection client_body_reader client_interface"),
-    *_modules("gateway/http", "connect_errors head_errors health_api"),
+    *_modules("gateway/http", "connect_errors engine_request head_errors health_api"),
     *_modules("gateway/http", "api_application listener_sockets open_listeners outgoing_tls"),
     *_modules("gateway/http", "socket_send tls_listener url_errors"),
     *_modules("gateway/metrics", "auto_metrics catalogue drift_metrics exposition labels"),
@@ -72,18 +75,21 @@ OFF_PATH = (
     *_modules("gateway/protocol", "message_bytes python_byte_scan python_message_bytes"),
     *_modules("gateway/protocol", "response_store_probe upstream_error"),
     *_modules("gateway/protocol/request", "http2_refusal image_size json_object lax_numbers"),
-    *_modules("gateway/protocol/request", "multipart unknown_model"),
-    *_modules("gateway/protocol/response", "engine_retry_after resume_eligibility"),
-    *_modules("gateway/protocol/translate", "chat_types messages_conversation messages_request"),
+    *_modules("gateway/protocol/request", "allowed_tools multipart unknown_model"),
+    *_modules("gateway/protocol/response", "engine_retry_after relay_state resume_eligibility"),
+    *_modules("gateway/protocol/response", "whole_answer_to_stream"),
+    *_modules("gateway/protocol/translate", "chat_types custom_tools token_counts"),
+    *_modules("gateway/protocol/translate", "messages_conversation messages_request"),
     *_modules("gateway/protocol/translate", "request_reader responses_answer responses_input"),
     *_modules("gateway/protocol/translate", "responses_request"),
-    *_modules("gateway/proxy", "context_length resume stored_responses tier_fallback"),
+    *_modules("gateway/proxy", "context_length final_errors resume stored_responses tier_fallback"),
     *_modules("gateway/telemetry", "cost_counter operator_log otel_resource"),
     *_modules("gateway/telemetry", "span_attribute_names span_exporter"),
     *_modules("policies", "admission_registry builtin_policies engine_kinds param_types"),
     *_modules("policies", "policy_registry routing_types"),
     *_modules("policies", "restart_state"),
-    *_modules("policies/admission", "batch_reserve peer_quota_usage"),
+    *_modules("policies/admission", "admission_policy batch_reserve peer_quota_usage"),
+    *_modules("policies/health", "endpoint_health slow_start"),
     *_modules("policies/prefix", "numpy_hash"),
     *_modules("policies/pricing", "model_tiers"),
 )
@@ -97,28 +103,29 @@ SMALL = (
     *("policies/admission", "policies/health"),
     *_modules("gateway", "routes_and_snapshot"),
     *_modules("gateway/disagg", "bootstrap_client handoffs leg leg_requests attempt_record"),
-    *_modules("gateway/fleet", "endpoint_load_and_health endpoint_registry rank_endpoints"),
-    *_modules("gateway/fleet", "engine_metrics live_endpoint speed_monitor updates_for_peers"),
+    *_modules("gateway/fleet", "endpoint_load_and_health engine_metrics live_endpoint"),
+    *_modules("gateway/fleet", "speed_monitor updates_for_peers"),
     *_modules("gateway/http", "burst_reads close_queue connection_accept connection_fairness"),
-    *_modules("gateway/http", "client_timeouts connection_limits engine_poll_client"),
-    *_modules("gateway/http", "engine_request large_body_allocation large_body_parsing"),
+    *_modules("gateway/http", "client_timeouts connection_limits engine_lookup_and_connect"),
+    *_modules("gateway/http", "engine_poll_client large_body_allocation large_body_parsing"),
     *_modules("gateway/http", "long_engine_reads upload_read_turns"),
-    *_modules("gateway/forwarding", "background_responses hedge internal_answer"),
+    *_modules("gateway/forwarding", "engine_request_headers hedge internal_answer"),
     *_modules("gateway/protocol", "cors stored_response_ids trace_context"),
-    *_modules("gateway/protocol/request", "api_keys cache_salts forwarded_headers json_members"),
+    *_modules("gateway/protocol/request", "api_call api_keys cache_salts forwarded_headers"),
+    *_modules("gateway/protocol/request", "json_members options_cache request_head"),
     *_modules("gateway/protocol/request", "handoff_members media parameter_limits sequence_count"),
     *_modules("gateway/protocol/request", "service_level_headers sessions split_eligibility"),
-    *_modules("gateway/protocol/response", "event_grammar long_event model_and_usage_rewrite"),
-    *_modules("gateway/protocol/response", "retryable_start"),
+    *_modules("gateway/protocol/response", "event_grammar held_answer long_event stream_end"),
+    *_modules("gateway/protocol/response", "model_and_usage_rewrite retryable_start"),
     *_modules("gateway/protocol/response", "resumable_relay short_response token_ledger"),
-    *_modules("gateway/proxy", "attempt_loop engine_api final_errors retry_permission"),
-    *_modules("gateway/proxy", "split_request"),
+    *_modules("gateway/proxy", "attempt_loop engine_api retry_permission split_request"),
     *_modules("gateway/telemetry", "access_log access_log_file pick_explanation recent_requests"),
     *_modules("gateway/telemetry", "drift_records spans"),
     *_modules("policies", "policy_types scraped_load"),
     *_modules("policies/engine", "first_token_calibration kalman peer_load"),
+    *_modules("policies/engine", "running_answer_lengths step_time"),
     *_modules("policies/prefix", "cached_blocks learned_prompts logged_block_ids prefix_match"),
-    *_modules("policies/prefix", "sampled_keys"),
+    *_modules("policies/prefix", "predicted_cache sampled_keys"),
     *_modules("policies/pricing", "admission_cost split_decision transfer_time"),
 )
 """Compiled packages and modules that take a few hundredths of a request's time at most. The C
@@ -185,6 +192,19 @@ def _c_class_of(
     ), kind
 
 
+def _without_annotations(
+    self: PyCFunctionNode,
+    env: Any,
+    analyse: Callable[..., None] = PyCFunctionNode.analyse_default_args,
+) -> None:
+    # Create no dictionary of annotations for a function, after Cython has read what they declare.
+    #
+    # Nothing looks at the annotations of compiled functions. The code that creates the dictionaries
+    # runs at each start.
+    analyse(self, env)
+    self.annotations_dict = None
+
+
 def write_tree(out: Path) -> list[Path]:
     """Create the copy of the project with C files in the folder `out`, which is replaced.
 
@@ -198,6 +218,8 @@ def write_tree(out: Path) -> list[Path]:
     shutil.copy(SETUP, out / "setup.py")
     (out / SMALL_LIST).write_text("\n".join(SMALL))
     AnnotationNode.analyse_type_annotation = _c_class_of
+    PyCFunctionNode.analyse_default_args = _without_annotations
+    Options.docstrings = False
     shared = Path(*SHARED.split(".")).with_suffix(".c")
     with _working_directory(out):
         declared = _declare()

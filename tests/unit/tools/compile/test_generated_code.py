@@ -56,6 +56,12 @@ def pass_on(function, first, others):
 
 def read_compiled(thing: Compiled | None):
     return thing.value
+
+def read_after(first, second, thing):
+    return [(first, second), (second, first), thing.missing]
+
+class Unused:
+    pass
 """
 DECLARED = """
 cimport cython
@@ -64,26 +70,54 @@ cdef class Compiled:
     cdef public object value
     cdef public Compiled other
     cdef object _hidden(self)
+
+cdef class Unused:
+    cdef public object value
+"""
+USER = """
+def read(thing):
+    return read_field(thing)
+
+def read_field(thing):
+    return thing.value
+"""
+USER_DECLARED = """
+from cached cimport Compiled, Unused
+cpdef object read_field(Compiled thing)
 """
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    cython, compiler = pytest.importorskip("Cython.Build"), shutil.which("cc")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cython = pytest.importorskip("Cython.Build")
+    folder = tmp_path_factory.mktemp("cached")
+    sources = {"cached": (SOURCE, DECLARED), "user": (USER, USER_DECLARED)}
+    for name, (text, declared) in sources.items():
+        (folder / f"{name}.py").write_text(text)
+        (folder / f"{name}.pxd").write_text(declared)
+    directives = {"language_level": 3, "nonecheck": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        modules = [f"{name}.py" for name in sources]
+        cython.cythonize(modules, quiet=True, compiler_directives=directives)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compiled(folder: Path) -> ModuleType:
+    return _compiled(folder, "cached")
+
+
+def _compiled(folder: Path, name: str) -> ModuleType:
+    compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler")
-    folder = tmp_path_factory.mktemp("cached")
-    source, library = folder / "cached.py", folder / "cached.so"
-    source.write_text(SOURCE)
-    source.with_suffix(".pxd").write_text(DECLARED)
-    directives = {"language_level": 3, "nonecheck": True}
-    cython.cythonize([str(source)], quiet=True, compiler_directives=directives, build_dir=None)
-    code = source.with_suffix(".c")
+    code, library = folder / f"{name}.c", folder / f"{name}.so"
     code.write_text(improve(code.read_text()))
     command = [compiler, "-O0", "-Wall", "-Werror=incompatible-pointer-types", "-shared", "-fPIC"]
     include = f"-I{sysconfig.get_path('include')}"
     subprocess.run([*command, include, str(code), "-o", str(library)], check=True)
-    spec = importlib.util.spec_from_file_location("cached", library)
+    spec = importlib.util.spec_from_file_location(name, library)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -158,6 +192,32 @@ def test_a_method_that_is_called_through_its_class_refuses_other_objects(
         function(wrong, *arguments)
     with pytest.raises(TypeError, match=expected):
         compiled.pass_on(function, wrong, arguments)
+
+
+def test_only_classes_of_other_modules_that_are_used_are_imported(
+    folder: Path, compiled: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert '"Unused"' in (folder / "user.c").read_text()
+    monkeypatch.setitem(sys.modules, "cached", compiled)
+    user = _compiled(folder, "user")
+    code = (folder / "user.c").read_text()
+    assert '"Compiled"' in code
+    assert '"Unused"' not in code
+    c_object = compiled.Compiled()
+    c_object.value = "c"
+    assert user.read(c_object) == "c"
+    with pytest.raises(TypeError, match=r"^Cannot convert cached\.Unused to cached\.Compiled$"):
+        user.read(compiled.Unused())
+
+
+def test_objects_are_released_after_an_error(compiled: ModuleType) -> None:
+    assert "PENSTOCK_RELEASE(__pyx_t_" in Path(str(compiled.__file__)).with_suffix(".c").read_text()
+    first, second = object(), object()
+    before = sys.getrefcount(first), sys.getrefcount(second)
+    for _ in range(3):
+        with pytest.raises(AttributeError, match="missing"):
+            compiled.read_after(first, second, object())
+    assert (sys.getrefcount(first), sys.getrefcount(second)) == before
 
 
 def test_slots_of_classes_structs_and_c_classes_are_read(compiled: ModuleType, read: Read) -> None:
