@@ -194,6 +194,9 @@ class Scheduler:
         # Callback for every block of a job that enters the prefix cache. The number is the block's
         # index in the job.
         self.on_shared: Callable[[Job, int], None] | None = None
+        # Callback: whether there is more to restore of a job than so many of its blocks. None: each
+        # job that may be restored waits until it is known.
+        self.has_stored: Callable[[Job, int], bool] | None = None
         self._to_fetch: list[Job] = []
         self.totals = Totals()
         self.tick = 0
@@ -420,12 +423,17 @@ class Scheduler:
             if job.leg.is_parked or job.computed < job.prompt_tokens - 1:
                 self._await_kv(job)
                 return True
-        elif first and job.restores and hits < (job.prompt_tokens - 1) // size:
+        elif first and job.restores and self._may_restore(job, hits):
             self._to_fetch.append(job)
             self._await_kv(job)
             return True
         self._prefill(job)
         return True
+
+    def _may_restore(self, job: Job, hits: int) -> bool:
+        if hits >= (job.prompt_tokens - 1) // self.pool.block_tokens:
+            return False
+        return self.has_stored is None or self.has_stored(job, hits)
 
     def _await_kv(self, job: Job) -> None:
         # Allocate all of the prompt's blocks before the first byte moves.

@@ -10,6 +10,7 @@ one heap, and nothing waits in real time. Runs with equal seeds are equal.
 - gateway_sim.py: the gateway's information and decisions
 - engine_sim.py: the computation of a group
 - disagg_sim.py: split requests
+- pull_sim.py and store_sim.py: KV that is fetched instead of computed
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from heapq import heappop, heappush
 from math import inf
 from time import perf_counter
 from typing import Any
+
+from msgspec.structs import replace
 
 from mockgpu.scheduler import Job
 from mockgpu.split_legs import DecodeLeg
@@ -31,9 +34,11 @@ from planner.replay.gateway_sim import GatewaySim
 from planner.replay.group_sim import ReplayGroup, build_engines
 from planner.replay.hedge_sim import Hedges
 from planner.replay.inflight_request import InflightRequest
+from planner.replay.pull_sim import PullSim
 from planner.replay.replay_options import CacheView, ReplayOptions
 from planner.replay.results import ReplayRecord, ReplayRun, RequestEnd
 from planner.replay.speed_monitor_sim import SpeedMonitorSim
+from planner.replay.store_sim import StoreSim
 from planner.replay.traffic import Traffic
 from planner.traces.recorded_request import TraceRequest
 from policies import load_ledger
@@ -101,9 +106,13 @@ class Fleet:
         )
         for group in self.groups:
             load_ledger.set_modelled(group.load, options.always_predicts or reads_forecast, 0.0)
+        if spec.ideal_cache:  # the prefix index would know of one engine alone
+            self.options = options = replace(options, view=CacheView.EXACT)
         self.gateway = GatewaySim(policy, self.groups, options, spec.block_tokens, perf_counter)
         split = spec.pairs or any(kind.role is not Role.BOTH for kind in spec.groups)
         self.disagg = DisaggSim(self, spec.split, policy) if split else None
+        self.stores = StoreSim(self, spec.block_tokens)
+        self.pulls = PullSim(self, policy, spec) if _can_pull(spec, policy) else None
         self.admission = AdmissionSim(self, wait_queue)
         self.speed_monitor = SpeedMonitorSim(self, self.options.slow_factor)
         self.hedges = Hedges(self, self.options.hedge_share)
@@ -214,6 +223,8 @@ class Fleet:
         if pick is None:
             self.admission.on_not_routed(now, inflight)
             return
+        if self.pulls is not None:
+            pick = self.pulls.choose(now, inflight, query, candidates, pick)
         group = self.groups[pick.candidate.load.slot]
         self.admission.on_reserved(query, pick)
         if inflight.first_pick is None:
@@ -226,8 +237,9 @@ class Fleet:
         inflight.record.group, inflight.record.prefilled_by = group.name, ""
 
     def start(self, now: float, inflight: InflightRequest, group: ReplayGroup, pick: Pick) -> None:
+        # The time of a pull says nothing about the speed of the engine.
         inflight.reservation = load_ledger.reserve(
-            group.load, inflight.request, pick.cached_tokens, now
+            group.load, inflight.request, pick.cached_tokens, now, inflight.pull is None
         )
         inflight.believed_tokens = pick.cached_tokens
         inflight.ahead_tokens, inflight.sent_s = group.load.prefill_tokens, now
@@ -236,6 +248,9 @@ class Fleet:
         group.speed.on_sent(tokens, now, is_decoding=group.load.decoding > 0)
         trace_request, keys = inflight.trace_request, self.job_keys(inflight)
         job = Job(trace_request.input_tokens, trace_request.output_tokens, keys)
+        job.restores = self.stores.may_fetch(group, inflight)
+        if job.restores:
+            self.stores.watch(group)
         self.send(now, inflight, group, pick, job)
 
     def job_keys(self, inflight: InflightRequest) -> tuple[int, ...]:
@@ -265,8 +280,9 @@ class Fleet:
                 inflight.keys, inflight.request.prompt_tokens
             )
         inflight.group, inflight.job = group, job
-        self.gateway.learn(inflight.fingerprint, pick, inflight.request.prompt_tokens)
-        if self.options.view is CacheView.EXACT:
+        if inflight.pull is None:
+            self.gateway.learn(inflight.fingerprint, pick, inflight.request.prompt_tokens)
+        if self.options.view is CacheView.EXACT or self.pulls is not None:
             group.expect(inflight.keys)
             inflight.is_expected = True
         self.inflight[job] = inflight
@@ -323,7 +339,7 @@ class Fleet:
         inflight = self.inflight[job]
         if inflight.race is not None:
             inflight = self.hedges.decide(now, inflight)
-        self.stop_expecting(inflight)
+        self.stop_expecting(now, inflight)
         group.totals.prompt_tokens += 0 if isinstance(job.leg, DecodeLeg) else job.prompt_tokens
         group.totals.cached_tokens += 0 if isinstance(job.leg, DecodeLeg) else job.cached
         if job.keeps_blocks:
@@ -340,17 +356,22 @@ class Fleet:
                 budget_tokens=group.load.belief.shape.budget_tokens,
             )
         record.first_s = now
+        if self.pulls is not None:
+            self.pulls.on_first_token(now, inflight)
         if not record.prefilled_by:
             record.cached_tokens = job.cached
         elif self.disagg is not None:
             self.disagg.on_first_token(now, inflight)
 
     def on_blocks_allocated(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Start the transfer of a job's KV from another group, because its blocks are allocated."""
+        """Start to fetch a job's KV from a store or another group: its blocks are allocated."""
+        if job.restores:
+            self.stores.fetch(group, job, now)
+            return
         assert self.disagg is not None
         self.disagg.fetch(group, job, now)
 
-    def stop_expecting(self, inflight: InflightRequest) -> None:
+    def stop_expecting(self, now: float, inflight: InflightRequest) -> None:
         """Record that a group has computed a request's KV blocks, or will not compute them.
 
         The blocks no longer count as blocks that the group will soon have cached.
@@ -359,6 +380,7 @@ class Fleet:
             inflight.is_expected = False
             assert inflight.group is not None
             inflight.group.expect_no_more(inflight.keys)
+            self.stores.on_computed(now, inflight.group)
 
     def on_last_token(self, group: ReplayGroup, job: Job, now: float) -> None:
         """Record that a job is complete: its request ends, or its decode half starts."""
@@ -377,9 +399,11 @@ class Fleet:
         inflight.reservation = None
         if not record.prefilled_by:
             record.believed_tokens = inflight.believed_tokens
-            self.gateway.confirm(
-                group.load.slot, inflight.believed_tokens, job.cached, job.prompt_tokens
-            )
+            if inflight.pull is None:
+                self.gateway.confirm(
+                    group.load.slot, inflight.believed_tokens, job.cached, job.prompt_tokens
+                )
+        self.stores.save(now, group, job)
         group.totals.output_tokens += job.output_tokens
         group.totals.requests += 1
         self.end(now, inflight, RequestEnd.SERVED, "")
@@ -409,7 +433,7 @@ class Fleet:
         job, group = inflight.job, inflight.group
         if inflight.race is not None:
             self.hedges.end_race(now, inflight)
-        self.stop_expecting(inflight)
+        self.stop_expecting(now, inflight)
         if job is not None and group is not None and self.inflight.pop(job, None) is not None:
             inflight.record.wasted_tokens += max(0, job.computed - max(0, job.cached))
             if group.is_alive and group.engine.holds(job):
@@ -427,6 +451,8 @@ class Fleet:
                 )
         if self.disagg is not None:
             self.disagg.withdraw(now, inflight)
+        if self.pulls is not None:
+            self.pulls.withdraw(inflight)
         is_awaited = (
             inflight.record.first_s is None
             and not inflight.record.prefilled_by
@@ -469,3 +495,8 @@ class Fleet:
             pick_s=self.gateway.pick_s,
             wall_s=wall_s,
         )
+
+
+def _can_pull(spec: FleetSpec, policy: Policy) -> bool:
+    has_source = spec.pulls or any(kind.store_gb for kind in spec.kinds)
+    return has_source and policy.phase_prices is not None

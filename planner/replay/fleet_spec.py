@@ -54,6 +54,11 @@ class GroupKind(RankedEngine, msgspec.Struct, frozen=True, forbid_unknown_fields
     up_at_s                  time at which the group joins the fleet, with an empty cache
     link_gb_s                speed of the group's link for the KV of split requests, in GB/s per
                              direction
+    store_gb                 memory of the group's host for its store of KV blocks, in GB; 0: it
+                             has no store
+    store_gb_s               speed between that memory and the group's GPUs, in GB/s per direction
+    store_disk_gb            disk of the same store, in GB
+    store_disk_gb_s          speed from that disk to memory, in GB/s
     labelled_gpu             GPU type in the gateway's configuration; empty: the true type
     labelled_batched_tokens  max_num_batched_tokens in the gateway's configuration; None: the true
                              value
@@ -91,6 +96,10 @@ class GroupKind(RankedEngine, msgspec.Struct, frozen=True, forbid_unknown_fields
     slowness: float = 1.0
     up_at_s: float = 0.0
     link_gb_s: float = 50.0
+    store_gb: float = 0.0
+    store_gb_s: float = 25.0
+    store_disk_gb: float = 0.0
+    store_disk_gb_s: float = 5.0
     profile: str = "2026"
     labelled_gpu: str = ""
     labelled_batched_tokens: int | None = None
@@ -171,6 +180,9 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pairs           whether groups that serve both roles may also split requests
     caches_answers  whether the blocks of answers stay in the prefix cache until they are evicted,
                     as in engines. No recorded prompt continues them: they only use memory
+    pulls           whether a group may pull the cached beginning of a prompt from another one
+    ideal_cache     whether what any group has computed is in the caches of all groups at once: a
+                    bound for the prefill that stores and pulls can save
     """
 
     name: str
@@ -179,6 +191,8 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     split: SplitRule = SplitRule()
     pairs: bool = False
     caches_answers: bool = False
+    pulls: bool = False
+    ideal_cache: bool = False
 
     @property
     def groups(self) -> tuple[GroupKind, ...]:
@@ -205,6 +219,12 @@ def validate(spec: FleetSpec) -> FleetSpec:
         raise FleetError(
             f"fleet {spec.name}: a fleet may have at most {MOST_GROUPS} groups of engines"
         )
+    if any(kind.rank_choice is not RankChoice.GATEWAY for kind in spec.kinds) and (
+        spec.pulls or any(kind.store_gb for kind in spec.kinds)
+    ):
+        raise FleetError(
+            f"fleet {spec.name}: stores and pulls require groups whose ranks the gateway chooses"
+        )
     roles = {kind.role for kind in spec.kinds}
     if Role.BOTH not in roles and len(roles) < 2:
         raise FleetError(
@@ -223,11 +243,16 @@ def _check(kind: GroupKind, block_tokens: int) -> None:
         "max_concurrency",
         "slowness",
         "link_gb_s",
+        "store_gb_s",
+        "store_disk_gb_s",
         *("pp", "ep", "dp", "cp", "ranks"),
     )
     for name in positive:
         if not 0 < getattr(kind, name) < inf:
             raise ValueError(f"{name} must be positive, not {getattr(kind, name)}")
+    for name in ("store_gb", "store_disk_gb"):
+        if not 0 <= getattr(kind, name) < inf:
+            raise ValueError(f"{name} must be 0 or more and finite, not {getattr(kind, name)}")
     if not 0 <= kind.up_at_s < inf:
         raise ValueError(
             f"up_at_s must be 0 or more and finite, in seconds of the replay, not {kind.up_at_s}"

@@ -17,6 +17,7 @@ from mockgpu.scheduler import Job
 from mockgpu.timing.layout_times import rank_model
 from planner.replay.engine_sim import JobEvents, ReplayEngine
 from planner.replay.fleet_spec import FleetSpec, GroupKind
+from planner.replay.ideal_pool import IdealPool
 from planner.replay.lockstep_clock import StepClock
 from planner.replay.rank_choice import HiddenRanks, RankChoice
 from planner.replay.results import GroupTotals
@@ -24,6 +25,7 @@ from policies.endpoint_load import EndpointLoad, join_ranks
 from policies.engine.output_length import RecentLengths
 from policies.engine.step_time import NEUTRAL, SpeedBelief, StepCosts, shape_for
 from policies.health.endpoint_speed import SpeedRecord
+from policies.pricing.pull_decision import StoreTimes
 from policies.routing_types import Candidate, Endpoint
 
 UNCAPPED = 1 << 30
@@ -68,6 +70,7 @@ class ReplayGroup:
             "clocks",
             "expected_keys",
             "engine",
+            "_everywhere",
             "kind",
             "kv_token_bytes",
             "load",
@@ -87,8 +90,10 @@ class ReplayGroup:
         lengths: RecentLengths,
         number: int,
         rank: int | None = None,
+        everywhere: set[int] | None = None,
     ) -> None:
         # number   index of the engine
+        # everywhere  keys of the blocks that all groups have (FleetSpec.ideal_cache); None: of none
         # lengths  learned lengths of answers, shared by all groups of the fleet
         self.name = f"tp{number}" if rank is None else f"tp{number}/dp{rank}"
         self.kind = kind
@@ -110,7 +115,20 @@ class ReplayGroup:
         self.watched_s = inf
         self.sends_at_s = self.receives_at_s = 0.0
         self.totals = GroupTotals(self.name)
+        self._everywhere = everywhere
         self.engine = self.new_engine()
+
+    @property
+    def stored_tokens(self) -> tuple[int, int]:
+        """Return how many tokens fit into the store of the group's host: in memory, and on disk."""
+        kind, token_gb = self.kind, self.kv_token_bytes / 1e9
+        return int(kind.store_gb / token_gb), int(kind.store_disk_gb / token_gb)
+
+    @property
+    def store_times(self) -> StoreTimes:
+        """Return how long a fetch from the store of the group's host takes."""
+        kind, token_gb = self.kind, self.kv_token_bytes / 1e9
+        return StoreTimes(token_gb / kind.store_gb_s, token_gb / kind.store_disk_gb_s)
 
     @property
     def step_tokens(self) -> int:
@@ -127,7 +145,7 @@ class ReplayGroup:
     def _new_rank(self, clock: StepClock) -> ReplayEngine:
         engine = ReplayEngine(
             clock,
-            BlockPool(self.kind.capacity_tokens // self.block_tokens, self.block_tokens),
+            self._new_pool(),
             self.kind.max_num_seqs,
             self.kind.step_budget,
             JobEvents(
@@ -138,6 +156,12 @@ class ReplayGroup:
         )
         engine.slow_prefill = engine.slow_decode = self.kind.slowness
         return engine
+
+    def _new_pool(self) -> BlockPool:
+        blocks = self.kind.capacity_tokens // self.block_tokens
+        if self._everywhere is None:
+            return BlockPool(blocks, self.block_tokens)
+        return IdealPool(blocks, self.block_tokens, self._everywhere)
 
     def restart(self) -> None:
         """Replace the group's engine by a new one with an empty cache."""
@@ -163,6 +187,10 @@ class ReplayGroup:
                 coming[key] = count
             else:
                 del coming[key]
+
+    def is_expected(self, keys: Sequence[int], first: int, last: int) -> bool:
+        """Return whether a block between two of a prompt's blocks will soon be computed here."""
+        return first < last and first < len(keys) and keys[first] in self.expected_keys
 
     def count_cached(self, keys: tuple[int, ...], limit: int) -> int:
         """Return how many of the first `limit` blocks the engine has cached or will have soon.
@@ -195,6 +223,7 @@ def build_engines(
     engines: list[list[ReplayGroup]] = []
     lengths = RecentLengths()
     slot = 0
+    everywhere = set[int]() if spec.ideal_cache else None
     for number, kind in enumerate(spec.groups):
         times, count = times_of[kind], kind.ranks
         clocks = (
@@ -204,10 +233,10 @@ def build_engines(
         )
         common = (spec.block_tokens, listener, has_caps, lengths, number)
         if count == 1 or kind.rank_choice is not RankChoice.GATEWAY:
-            ranks = [ReplayGroup(slot, kind, clocks, *common)]
+            ranks = [ReplayGroup(slot, kind, clocks, *common, everywhere=everywhere)]
         else:
             ranks = [
-                ReplayGroup(slot + rank, kind, clocks[rank : rank + 1], *common, rank)
+                ReplayGroup(slot + rank, kind, clocks[rank : rank + 1], *common, rank, everywhere)
                 for rank in range(count)
             ]
             if kind.shares_experts and kind.is_lockstep:

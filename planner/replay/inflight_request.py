@@ -11,6 +11,7 @@ from planner.replay.results import ReplayRecord
 from planner.traces.recorded_request import TraceRequest
 from policies.load_ledger import LoadReservation
 from policies.prefix.fingerprint import Fingerprint
+from policies.pricing.pull_decision import PullDecision
 from policies.pricing.split_decision import EndpointPair
 from policies.pricing.transfer_time import PendingTransfer
 from policies.routing_types import Pick, Request
@@ -44,6 +45,8 @@ class InflightRequest:
     is_expected       whether its block ids count as blocks that its group will compute soon
     race              the other attempt at the same request, while there are two
     is_hedge          whether this is the second attempt
+    pull              the fetch of its prompt's beginning that the gateway decided
+    pulled_from       the other group that sends it; None: no other group does
     is_overtaken      whether its group's speed samples no longer wait for its first token
 
     For a split request:
@@ -79,6 +82,8 @@ class InflightRequest:
     race: InflightRequest | None = None
     is_hedge: bool = False
     is_overtaken: bool = False
+    pull: PullDecision | None = None
+    pulled_from: ReplayGroup | None = None
     decode_group: ReplayGroup | None = None
     prefill_group: ReplayGroup | None = None
     prefill_job: Job | None = None

@@ -52,6 +52,7 @@ class ReplayRecord:
     entered_s         time at which the request was admitted and a group was picked
     group             name of the group that served the request
     prefilled_by      name of the prefill group of a split request
+    pulled_from       name of the group from which it pulled the beginning of its prompt
     cached_tokens     prompt tokens that the engine had cached
     believed_tokens   prompt tokens that the gateway expected to be cached
     ideal_tokens      prompt tokens that would be cached if all groups shared one cache without
@@ -81,6 +82,7 @@ class ReplayRecord:
     entered_s: float | None = None
     group: str = ""
     prefilled_by: str = ""
+    pulled_from: str = ""
     believed_tokens: int = 0
     cached_tokens: int = 0
     ideal_tokens: int = 0

@@ -23,7 +23,7 @@ ALLOWED_FOLDERS = {
     "kvtransfer": set(),
     "gateway": {"command_line", "policies", "kvtransfer"},
     "mockgpu": {"command_line", "kvtransfer", "policies"},
-    "planner": {"command_line", "policies", "mockgpu"},
+    "planner": {"command_line", "policies", "mockgpu", "kvtransfer"},
     "tools": {"command_line", "gateway", "policies", "planner"},
 }
 # The command line collects the commands of other folders inside functions, so that serving never

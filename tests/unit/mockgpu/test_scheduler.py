@@ -145,3 +145,22 @@ def test_an_abort_between_plan_and_finish_is_passed_over() -> None:
     assert plan is not None
     engine.abort(goes)
     assert engine.finish(plan).first_token_jobs == [stays]
+
+
+def test_a_prompt_waits_for_the_store_only_if_it_has_more_of_it() -> None:
+    engine = scheduler()
+    asked: list[tuple[int, int]] = []
+
+    def has_stored(job: Job, hits: int) -> bool:
+        asked.append((job.prompt_tokens, hits))
+        return job.prompt_tokens > 40
+
+    engine.has_stored = has_stored
+    known, unknown = Job(48, 1, [1, 2, 3], restores=True), Job(40, 1, [4, 5], restores=True)
+    engine.add(known)
+    engine.add(unknown)
+    plan = engine.step()
+    assert plan is not None
+    assert [chunk.job for chunk in plan.chunks] == [unknown]
+    assert (known.state, engine.to_fetch()) == (JobState.FETCHING, [known])
+    assert asked == [(48, 0), (40, 0)]
