@@ -185,12 +185,13 @@ class Attainments:
         return find_capacity(self.at, target, start)
 
 
-def find_capacity(at: Callable[[int], float], target: float, start: int) -> float:
+def find_capacity(at: Callable[[int], float], target: float, start: int, width: int = 1) -> float:
     """Find the highest load at which a share of requests is still served in time.
 
     at      function that returns the share at the load STEP**step, given `step`
     target  the share, 0 to 1
     start   the first step to try
+    width   number of steps between the two between which the result is interpolated, at most
 
     Returns 0.0 if even the lowest load misses the target, and the highest load if none does.
     """
@@ -199,14 +200,14 @@ def find_capacity(at: Callable[[int], float], target: float, start: int) -> floa
         return 0.0
     if high is None:
         return STEP**low
-    while high - low > 1:
+    while high - low > width:
         middle = (low + high) // 2
         if at(middle) >= target:
             low = middle
         else:
             high = middle
     above, below = at(low), at(high)
-    return STEP ** (low + (above - target) / (above - below))
+    return STEP ** (low + (high - low) * (above - target) / (above - below))
 
 
 def _bracket(
