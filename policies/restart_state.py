@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 BLOCKS = 512
 """Number of index blocks in one saved value; saving them takes about half a millisecond."""
+
+STAMPS = 1 << 14
+"""Number of stamps after which a saved value has no further block, so that it stays small."""
+
 _SLOT = MAX_SLOTS - 1
 _STAMP_BYTES = 8
 _NO_MEANS = (None, None, None, None, None)
@@ -142,19 +146,29 @@ class LengthState(msgspec.Struct, frozen=True, array_like=True):
 def index_blocks(index: PrefixIndex) -> Iterator[Blocks]:
     """Yield the blocks of a prefix index in several parts, to save them for a restart.
 
-    The index may change between two parts. Prompts inserted meanwhile may be missing.
+    The index may change between two parts. Blocks that are inserted or dropped meanwhile may be
+    missing.
     """
-    for shard in tuple(index._shards):
-        rows = iter(tuple(shard.items()))
-        while part := tuple(islice(rows, BLOCKS)):
-            counts, stamps = array("H"), array("Q")
-            for _, holders in part:
-                block_stamps = index.stamps_of(holders)
-                counts.append(len(block_stamps))
-                stamps.extend(block_stamps)
-            yield Blocks(
-                array("Q", (key for key, _ in part)).tobytes(), counts.tobytes(), stamps.tobytes()
-            )
+    for number in range(len(index._shards)):
+        keys = iter(tuple(index._shards[number]))
+        while (part := _next_blocks(index, keys, index._shards[number])).keys:
+            yield part
+
+
+def _next_blocks(index: PrefixIndex, keys: Iterator[int], shard: Mapping[int, int]) -> Blocks:
+    # Return the next of these blocks as far as the shard, a part of the index, has them now.
+    #
+    # Entries that were read earlier may name tables of holders that are gone.
+    saved, counts, stamps = array("Q"), array("H"), array("Q")
+    for key in keys:
+        block_stamps = index.stamps_of(shard.get(key, 0))
+        if block_stamps:
+            saved.append(key)
+            counts.append(len(block_stamps))
+            stamps.extend(block_stamps)
+        if len(saved) >= BLOCKS or len(stamps) >= STAMPS:
+            break
+    return Blocks(saved.tobytes(), counts.tobytes(), stamps.tobytes())
 
 
 def index_holders(index: PrefixIndex) -> list[HolderState]:

@@ -100,6 +100,40 @@ def test_prompts_that_many_endpoints_hold_are_restored_and_share_their_tables() 
     assert restored.match(prompt(1), 640)[50] == 640
 
 
+def test_an_index_that_changes_while_it_is_saved_is_restored_as_far_as_it_remains() -> None:
+    index, restored = PrefixIndex(32 << 10), PrefixIndex(CAP_BYTES)
+    dropped, renewed = ([prompt(kind + number, 1) for number in range(6)] for kind in (0, 100))
+    for item in (*dropped, *renewed):
+        for slot in range(12):
+            index.insert(item, slot, 16)
+    before = {item: index.match(item, 16) for item in renewed}
+    parts = restart_state.index_blocks(index)
+    saved = [next(parts)]
+    for item in renewed:
+        for slot in range(20, 36):
+            index.insert(item, slot, 16)
+    assert index.stats().evictions > 0
+    saved += parts
+    tables: dict[bytes, int] = {}
+    for part in saved:
+        restart_state.restore_blocks(restored, part, {slot: slot for slot in range(36)}, tables)
+    for holder in restart_state.index_holders(index):
+        restart_state.restore_holder(restored, holder, holder.slot)
+    after = [(restored.match(item, 16), index.match(item, 16), before[item]) for item in renewed]
+    assert all(found in (now, then + [0] * 24) for found, now, then in after)
+    assert any(found == now for found, now, _ in after)
+
+
+def test_parts_of_a_saved_index_stay_small_however_many_endpoints_hold_each_block() -> None:
+    index = PrefixIndex(CAP_BYTES)
+    for number in range(40):
+        for slot in range(1000):
+            index.insert(prompt(number, blocks=1), slot, 16)
+    sizes = [len(part.stamps) // 8 for part in restart_state.index_blocks(index)]
+    assert sum(sizes) == 40 * 1000
+    assert max(sizes) < restart_state.STAMPS + 1000
+
+
 def test_restoring_a_larger_index_respects_the_size_limit() -> None:
     index, _ = learned(1)
     small = PrefixIndex(64 * 192 * 4)
