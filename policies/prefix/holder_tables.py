@@ -75,6 +75,23 @@ class HolderTables:
         stamps[stamp & _SLOT] = stamp
         self.bytes += (len(stamps) - before) * HOLDER_COST_BYTES
 
+    def lengthen(
+        self, reach: dict[int, int], number: int, blocks: int, oldest_alive: Sequence[int]
+    ) -> None:
+        """Correct how much of a prompt slots hold: those in a table hold its first blocks.
+
+        reach         number of the prompt's blocks by slot; smaller ones are corrected
+        number        the table
+        blocks        number of the prompt's blocks that all holders in the table hold
+        oldest_alive  the oldest stamp that is still valid, by slot
+
+        Expired holders can leave more entries in a table than in that of the blocks before.
+        """
+        stamps = self.stamps[number]
+        for slot, fewer in reach.items():
+            if fewer < blocks and stamps.get(slot, 0) >= oldest_alive[slot]:
+                reach[slot] = blocks
+
 
 def _remove_expired(stamps: dict[int, int], oldest_alive: Sequence[int]) -> None:
     # Remove expired stamps from the front of a table, up to a few valid ones.

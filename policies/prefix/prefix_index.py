@@ -193,6 +193,8 @@ class PrefixIndex:
                 pending += ((low, at_low, middle, at_middle), (middle, at_middle, high, at_high))
             else:
                 self._add_level(at_low, SAMPLE_LENGTHS[low], narrow, wide)
+        for table, blocks in wide.items():
+            self.tables.lengthen(narrow, table, blocks, self._oldest_alive)
         return narrow, wide
 
     def _add_level(

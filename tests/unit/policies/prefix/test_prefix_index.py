@@ -295,3 +295,17 @@ def test_a_prompt_that_was_estimated_longer_the_second_time_takes_no_belief_from
     index.insert(other, 0, 100)
     index.insert(again, 0, 250)
     assert index.match(other, 100) == [100]
+
+
+def test_slots_that_remain_of_many_are_believed_as_far_as_their_prompts_went() -> None:
+    index, text = PrefixIndex(1 << 20), Random(1).randbytes(2 * BLOCK)
+    beginning, whole = (PRINTS.fingerprint(b"", text[: n * BLOCK]) for n in (1, 2))
+    for slot in range(48):
+        index.insert(whole, slot, 128)
+    for slot in range(40):
+        index.forget(slot)
+    index.set_capacity(47, 1000)  # so that its stamp changes
+    for slot in (47, 50):  # of the first block, expired holders are removed
+        index.insert(beginning, slot, 64)
+    expected = [*[0] * 40, *[128] * 8, 0, 0, 64]
+    assert index.match(whole, 128) == list(index.match_holders(whole, 128)) == expected
