@@ -107,6 +107,10 @@ class _Cohort:
         return True
 
 
+def _reviewed_at(cohort: _Cohort) -> float:
+    return cohort.reviewed_at
+
+
 class SpeedMonitor:
     """Samples the pace of streams, and compares the speeds of each pool's endpoints.
 
@@ -131,14 +135,14 @@ class SpeedMonitor:
     ) -> Iterator[tuple[LiveEndpoint, SpeedVerdict]]:
         """Compare the speeds of endpoints, and yield those whose verdict has changed.
 
-        Endpoints are compared every REVIEW_S seconds. In a large pool, one call compares only
-        COHORT endpoints, so that no call takes long. Afterwards, `reviewed` lists the endpoints
-        that were compared.
+        Endpoints are compared every REVIEW_S seconds, or in turn if that is too short for all. In a
+        large pool, one call compares only COHORT endpoints, so that no call takes long. Afterwards,
+        `reviewed` lists the endpoints that were compared.
         """
         self._update_cohorts(pools, by_slot)
         self.reviewed = []
         is_over = False
-        for cohort in self._cohorts:
+        for cohort in sorted(self._cohorts, key=_reviewed_at):
             is_due = now - cohort.reviewed_at >= REVIEW_S
             if is_due and not (is_over and cohort.is_partial):
                 is_over = is_over or cohort.is_partial

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gateway.fleet import speed_monitor
 from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.speed_monitor import REVIEW_S, STALL_CHECK_S
 from gateway.http.eager_task import EagerFuture
@@ -123,6 +124,23 @@ async def test_every_endpoint_is_reviewed_when_all_streams_have_been_sampled() -
         table.check_stalls(100.0 + number * STALL_CHECK_S)
         reviewed.append(len(table.speed_monitor.reviewed))
     assert reviewed == [0] * (ENDPOINTS - 1) + [ENDPOINTS]
+
+
+async def test_every_endpoint_is_reviewed_although_samples_of_all_take_longer_than_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(speed_monitor, "COHORT", 2)
+    monkeypatch.setattr(speed_monitor, "STREAMS_AT_ONCE", 1)
+    size, rounds = round(1.5 * REVIEW_S / STALL_CHECK_S), 4
+    table, *_ = table_of([f"http://127.0.0.1:{port}" for port in range(1, size + 1)])
+    for live in table.all():
+        open_stream(live.upstream)
+    reviews = dict.fromkeys(table.all(), 0)
+    for number in range(rounds * size):
+        table.check_stalls(100.0 + number * STALL_CHECK_S)
+        for live in table.speed_monitor.reviewed:
+            reviews[live] += 1
+    assert set(reviews.values()) == {rounds}
 
 
 async def test_a_silence_among_thousands_of_streams_is_found_at_the_first_of_them() -> None:
