@@ -112,6 +112,7 @@ class Restorer:
         }
         self._slots: dict[int, int] = {}
         self._tables: dict[bytes, int] = {}
+        self._unknown: set[int] = set()
         self.blocks = self.endpoints = self.ejected = 0
 
     def restore(self, state: LearnedState) -> None:
@@ -123,6 +124,7 @@ class Restorer:
                     for slot, place in places
                     if place in self._live
                 }
+                self._unknown = set(self._slots.values())
             case Blocks():
                 if self._has_same_keys and self.blocks < MAX_BLOCKS:
                     index = self._gateway.endpoints.prefixes.index
@@ -146,6 +148,15 @@ class Restorer:
                 output_lengths = self._gateway.accounts.slo_tracker.output_lengths
                 restart_state.restore_lengths(output_lengths, rows)
 
+    def finish(self) -> None:
+        """Drop restored blocks if the state ended before that of all endpoints that hold them.
+
+        The ages of their holders cannot be known then. Call it once, after the last message.
+        """
+        if self.blocks and self._unknown:
+            self._gateway.endpoints.prefixes.index.clear()
+            self.blocks = 0
+
     def _admission(self, pool: str, state: AdmissionState) -> None:
         for queue in self._gateway.gate.pool_queues():
             if queue.name == pool and isinstance(queue.admission, PricedAdmission | SessionCap):
@@ -164,6 +175,7 @@ class Restorer:
                 index.cached_tokens(load.slot),
                 index.eviction_regret(load.slot),
             )
+        self._unknown.discard(load.slot)
         live.slow_start_at = state.slow_start_at
         endpoints.restore_health(live, state.health, is_drained=state.is_drained)
         self.endpoints += 1

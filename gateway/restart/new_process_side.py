@@ -115,6 +115,7 @@ class Predecessor:
             has_same_keys=(offer.secret, offer.block_bytes) == (secret, config.prefix.block_bytes),
         )
         await self._restore_within_timeout(restorer)
+        restorer.finish()
         if warm:
             log.info(
                 "restart: restored the state of process %d in %.2f s: "

@@ -540,6 +540,12 @@ class PrefixIndex:
             self._holders[slot].empty()
             self._oldest_alive[slot] = self._holders[slot].stamp
 
+    def clear(self) -> None:
+        """Remove all blocks, but keep what is known of each slot."""
+        for shard in self._shards:
+            shard.clear()
+        self._blocks, self.tables = 0, HolderTables()
+
     # -- memory
 
     def stats(self) -> IndexStats:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from math import inf
 from random import Random
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
 
 from gateway.restart import handover_channel
 from gateway.restart.handover_channel import LENGTH, BoundListener, HandoverOffer, pack_message
+from gateway.restart.handover_messages import EndpointState
+from gateway.restart.learned_state import Restorer, collect_state
+from gateway.routes_and_snapshot import Gateway
 from policies import restart_state
 from policies.admission.cap_admission import SessionCap
 from policies.admission.priced_admission import PricedAdmission, PricedAdmissionParams
@@ -20,6 +25,7 @@ from policies.engine.step_time import FILLS, SpeedBelief, shape_for
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 from policies.prefix.prefix_index import PrefixIndex
 from policies.restart_state import AdmissionState, BeliefState, Blocks, SessionState
+from tests.unit.gateway.fleet.tables import table_of
 
 CAP_BYTES = 8 << 20
 PROMPTS = Fingerprinter(b"secret" * 6, 64)
@@ -98,6 +104,31 @@ def test_prompts_that_many_endpoints_hold_are_restored_and_share_their_tables() 
     assert restored.tables.blocks.keys() == {-1, -2}
     restored.insert(prompt(1), 50, 640)
     assert restored.match(prompt(1), 640)[50] == 640
+
+
+@pytest.mark.parametrize("is_cut_off", [False, True])
+async def test_blocks_are_restored_only_with_the_state_of_all_their_holders(
+    is_cut_off: bool,
+) -> None:
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    old, new = (cast(Gateway, SimpleNamespace(endpoints=table_of(urls)[0])) for _ in ("old", "new"))
+    for live in old.endpoints.all():
+        old.endpoints.prefixes.index.insert(prompt(1), live.load.slot, 640)
+    restorer = Restorer(new, has_same_keys=True)
+    states = 0
+    for state in collect_state(old):
+        restorer.restore(state)
+        states += isinstance(state, EndpointState)
+        if states == (1 if is_cut_off else 2):
+            break
+    assert restorer.blocks > 0
+    restorer.finish()
+    assert (restorer.blocks == 0) == is_cut_off
+    restored = new.endpoints.prefixes.index
+    found = list(restored.match_holders(prompt(1), 640))
+    assert not any(found) if is_cut_off else found == [640, 640]
+    restored.insert(prompt(1), 1, 640)
+    assert restored.match(prompt(1), 640)[1] == 640
 
 
 def test_an_index_that_changes_while_it_is_saved_is_restored_as_far_as_it_remains() -> None:
