@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies.policy_types import Policy
+from policies.prefix.prefix_match import PrefixMatch
 from policies.routing_types import Candidate, Pick, RoutingQuery
 
 
@@ -36,6 +37,10 @@ def pick(
     candidate, cached = remaining[index], query.cached_by_slot
     slot = candidate.load.slot
     cached_tokens = cached[slot] if slot < len(cached) else 0
+    if not considered and type(cached) is PrefixMatch and cached.wide:
+        # The numbers must not change with the index. CandidateOrder does this for a shortlist.
+        cached.look_up([candidate.load.slot for candidate in remaining])
+        cached.forget_others()
     count = considered or len(remaining)
     return Pick(candidate, cached_tokens, scores[index], count, policy.name, scores, remaining)
 
