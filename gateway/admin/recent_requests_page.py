@@ -16,15 +16,13 @@ from aiohttp import web
 
 from gateway.admin.security import error_response
 from gateway.metrics.quantile_sketch import round_seconds
-from gateway.telemetry.recent_requests import EndedExchange, RecentExchanges
+from gateway.telemetry.recent_requests import EndedExchange, RecentExchanges, has_problem
 
 DEFAULT_LIMIT, MAX_LIMIT = 50, 200
 MAX_SCANNED = 4096
 """Maximum number of finished requests that are searched for problems, newest first.
 
 The search blocks the event loop, for this many about 1 ms."""
-
-GOOD_OUTCOMES = frozenset({"", "met"})
 
 
 class RecentQuery(msgspec.Struct, frozen=True):
@@ -79,23 +77,12 @@ def recent_rows(explained: RecentExchanges, query: RecentQuery) -> dict[str, Any
     """
     newest: Iterable[EndedExchange] = islice(explained.newest_first(), MAX_SCANNED)
     if query.problems:
-        newest = (ended for ended in newest if has_problem(ended))
+        newest = (ended for ended in newest if has_problem(ended[0]))
     epoch = time() - monotonic()
     return {
         "size": explained.size,
         "requests": [_row(ended, epoch) for ended in islice(newest, query.limit)],
     }
-
-
-def has_problem(ended: EndedExchange) -> bool:
-    """Return whether the request was not served completely, or missed its latency target (SLO).
-
-    A batch request that was interrupted has no problem, because a later attempt continues it.
-    """
-    exchange = ended[0]
-    if exchange.outcome == "preempted":
-        return False
-    return exchange.outcome != "served" or exchange.slo_outcome not in GOOD_OUTCOMES
 
 
 def merge_recent(pages: Iterable[Mapping[str, Any]], query: RecentQuery) -> dict[str, Any]:
@@ -132,7 +119,7 @@ def _row(ended: EndedExchange, epoch: float) -> dict[str, Any]:
         "reason": exchange.reason,
         "slo": None if request is None else request.slo.name,
         "slo_outcome": exchange.slo_outcome or None,
-        "problem": has_problem(ended),
+        "problem": has_problem(exchange),
         "ttft_s": round_seconds(exchange.ttft_s),
         "tpot_s": round_seconds(exchange.tpot_s),
         "prompt_tokens": usage.prompt_tokens

@@ -106,7 +106,9 @@ class Observability(Section):
     explained: Annotated[
         int, Field(strict=True, ge=0, le=65536), BeforeValidator(number_if_substituted)
     ] = setting(
-        512, "Number of most recent requests that the admin page /explain/{id} can explain."
+        512,
+        "Number of most recent requests that the admin page /explain/{id} can explain. Of "
+        "requests without a problem, 64 per second are kept after a burst.",
     )
     traces: Traces | None = setting(
         None, "The collector that receives request traces; by default no request is traced."

@@ -21,7 +21,7 @@ from gateway.telemetry.access_line import access_line
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.drift_records import ShapeRecorder
 from gateway.telemetry.pick_explanation import snapshot_pick
-from gateway.telemetry.recent_requests import RecentExchanges
+from gateway.telemetry.recent_requests import RecentExchanges, has_problem
 from gateway.telemetry.slo_outcomes import REGRET_SAMPLE_EVERY, SloTracker, effective_usage
 from gateway.telemetry.span_exporter import SpanExporter
 from policies.policy_types import Policy
@@ -153,7 +153,9 @@ class Accounting:
         if self._picks >= REGRET_SAMPLE_EVERY:
             self._picks = 0
             self.slo_tracker.observe_pick_regret(query, pick)
-        if policy.price_terms is not None and self.recent_exchanges.size:
+        if exchange.first_query is None:
+            exchange.is_explained = self.recent_exchanges.has_room(query.now)
+        if exchange.is_explained and policy.price_terms is not None:
             exchange.pick_snapshot = snapshot_pick(policy, pick)
 
     @property
@@ -205,7 +207,8 @@ class Accounting:
             log.write(line)
         if exchange.trace is not None:
             self._traces.add_request(exchange, exchange.trace, now)
-        self.recent_exchanges.add(exchange, usage, relay.event_count, now)
+        if exchange.is_explained or exchange.retries or has_problem(exchange):
+            self.recent_exchanges.add(exchange, usage, relay.event_count, now)
 
     def _ids(self, exchange: Exchange) -> tuple[list[int], int]:
         # Return the ids of the prompt's blocks and of the session.

@@ -30,3 +30,26 @@ async def test_requests_are_accounted_at_the_end_of_the_turn_and_an_error_loses_
     assert {labels: item.value for labels, item in metrics.requests_total.children()} == {
         ("demo", "503", "no_capacity"): 1.0
     }
+
+
+async def test_requests_with_a_problem_are_kept_beyond_the_sample_and_others_are_not() -> None:
+    loop, metrics = asyncio.get_running_loop(), Metrics()
+    log = AccessLog(
+        Observability(access_log="off"), loop, metrics.runtime_gauges.log_lines_dropped_total
+    )
+    accounts = Accounting(
+        metrics, log, SpanExporter(metrics, Random(1), {}), loop.call_soon, b"secret"
+    )
+    accounts.configure(Observability(access_log="off", explained=8))
+    usual, sampled, refused, late, retried = (exchange(number) for number in range(5))
+    for x in (usual, refused, late, retried):
+        x.is_explained = False
+    for x in (usual, sampled, late, retried):
+        x.reason = "ended"
+    refused.status, refused.outcome, refused.reason = 503, "refused", "no_capacity"
+    late.slo_outcome, retried.retries = "ttft_missed", ["tp0"]
+    for x in (usual, sampled, refused, late, retried):
+        accounts.add_ended(x)
+    await asyncio.sleep(0)
+    kept = [ended[0].id for ended in accounts.recent_exchanges.newest_first()]
+    assert kept == [retried.id, late.id, refused.id, sampled.id]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from gateway.protocol.response.usage_and_error_search import TokenUsage
-from gateway.telemetry.recent_requests import RecentExchanges
+from gateway.telemetry.recent_requests import USUAL_PER_S, RecentExchanges
 from policies.prefix.fingerprint import Fingerprinter
 from policies.routing_types import RoutingQuery
 from tests.unit.gateway.telemetry.ended_requests import answered, exchange
@@ -44,3 +44,17 @@ def test_recent_exchanges_hold_no_fingerprint() -> None:
     explained = RecentExchanges(2)
     explained.add(x, TokenUsage(), 0, 1.0)
     assert x.first_query.fingerprint is None
+
+
+def test_a_burst_is_kept_up_to_the_size_then_some_requests_per_second() -> None:
+    explained = RecentExchanges(100)
+    burst = [explained.has_room(1000.0) for _ in range(150)]
+    assert burst == [True] * 100 + [False] * 50
+    later = [explained.has_room(1000.0 + number / 1000) for number in range(10_000)]
+    assert abs(sum(later) - 10 * USUAL_PER_S) <= 1
+    assert not any(RecentExchanges(0).has_room(float(now)) for now in range(5))
+
+
+def test_requests_at_a_usual_rate_are_all_kept() -> None:
+    explained = RecentExchanges(10)
+    assert all(explained.has_room(5.0 + number / USUAL_PER_S) for number in range(1000))
