@@ -60,7 +60,7 @@ class HolderTables:
             del self.blocks[number]
 
     def is_used_only_by(self, number: int, blocks: int) -> bool:
-        """Return whether no other blocks use a table than `blocks` of them."""
+        """Return whether exactly `blocks` blocks use a table."""
         return self.blocks[number] == blocks
 
     def renew(self, number: int, stamp: int, oldest_alive: Sequence[int]) -> None:

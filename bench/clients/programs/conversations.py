@@ -139,6 +139,6 @@ def run(start: Callable[[int], Session], call: Call = measure_call) -> None:
     """Run all conversations of a client program, and print the results as one line of JSON.
 
     start  function that creates the session with a given number
-    call   function that builds the tool call that the mock model is told to make
+    call   function that builds the tool call that the mock model must make
     """
     print(json.dumps(asyncio.run(_run(start, call))))

@@ -1,4 +1,4 @@
-"""Tests what a client is told that names an unknown model."""
+"""Tests the message that a client gets for the name of an unknown model."""
 
 from __future__ import annotations
 
