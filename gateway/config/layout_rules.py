@@ -33,23 +33,6 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 def warnings(data: Any) -> Iterator[RuleFinding]:
     """Yield a warning for each GPU layout that works but is probably a mistake."""
     yield from _findings(data, is_error=False)
-    yield from _priced_ranks(data)
-
-
-def _priced_ranks(data: Any) -> Iterator[RuleFinding]:
-    # Yield pools that price data-parallel ranks whose steps end together.
-    for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
-        policy = get_member(pool, "policy")
-        if "priced" not in (policy, get_member(policy, "name")):
-            continue
-        for spec_path, spec in iter_mappings(get_member(pool, "endpoints"), (*path, "endpoints")):
-            layout = _layout(get_member(spec, "layout"))
-            if get_member(spec, "pin_ranks") is True and layout and layout.ep > layout.tp:
-                text = (
-                    "these ranks share experts, so each waits for all at every step: prefix_aware "
-                    "serves more requests in time there than the policy priced"
-                )
-                yield RuleFinding((*spec_path, "pin_ranks"), text)
 
 
 def _findings(data: Any, is_error: bool) -> Iterator[RuleFinding]:

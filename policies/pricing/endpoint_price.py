@@ -32,6 +32,7 @@ from policies.pricing.price_loop import (
     FULLEST,
     UNKNOWN_KV_TOKENS,
     PriceLoop,
+    Row,
     is_fresh,
     joint_backlog_s,
     joint_work_s,
@@ -43,6 +44,7 @@ from policies.pricing.price_loop import (
     usual_slots,
     waiting_external_requests,
 )
+from policies.pricing.rank_choice import lags_behind_best_rank, rank_work
 from policies.pricing.speed_differences import (
     TEST_S,
     UNOBSERVED,
@@ -185,6 +187,7 @@ class PriceScorer:
         "_loop",
         "_other_pool",
         "_usual",
+        "_work_of_ranks",
         "weights",
     )
 
@@ -195,21 +198,38 @@ class PriceScorer:
         self._has_unobserved = False
         self._other_pool = self._learned, self._factors, False  # of the other pool of a split
         self._late_tests = LateTests()
+        self._work_of_ranks = rank_work(weights.fresh_s)
 
     def scores(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         """Return a score per candidate: the negative price of serving the request there."""
         loop, factors = self._loop, self.speeds(candidates)
         loop.set_request(query.request, query.now, WHOLE_REQUEST)
         rows = zip(candidates, *factors, repeat(0.0))
-        usual = usual_slots(candidates)
-        has_ranks = any(map(_RANKS, candidates))
-        if has_ranks:
-            prices = loop.prices_of_ranks(list(rows), query.cached_by_slot, usual, is_partial=True)
+        if any(map(_RANKS, candidates)):
+            scores = self._scores_of_ranks(query, list(rows))
         else:
+            usual = usual_slots(candidates)
             prices = loop.prices(rows, query.cached_by_slot, usual, is_partial=True)
-        scores = list(map(neg, prices))
+            scores = list(map(neg, prices))
         if self._has_unobserved:
             self._prefer_test(query, candidates, scores)
+        return scores
+
+    def _scores_of_ranks(self, query: RoutingQuery, rows: Sequence[Row]) -> list[float]:
+        # Return scores of candidates of which some are ranks that step together.
+        #
+        # An engine has the price of its best rank. Its other ranks score less by their additional
+        # work in tokens, so that they stay behind.
+        candidates = [row[0] for row in rows]
+        lags = lags_behind_best_rank(candidates, self._work_of_ranks(query, candidates))
+        best, usual = [index for index, lag in enumerate(lags) if not lag], usual_slots(candidates)
+        prices = self._loop.prices_of_ranks(
+            [rows[index] for index in best], query.cached_by_slot, usual, is_partial=True
+        )
+        highest = max(prices)
+        scores = [-highest - lag for lag in lags]
+        for index, price in zip(best, prices, strict=True):
+            scores[index] = -price
         return scores
 
     def _prefer_test(

@@ -186,29 +186,6 @@ def test_an_unlikely_layout_causes_a_warning(
     assert message is None or message in str(warnings[0])
 
 
-@pytest.mark.parametrize(
-    ("policy", "ep", "pinned", "is_warned"),
-    [
-        ("priced", 8, "true", True),
-        ("{name: priced}", 8, "true", True),
-        ("prefix_aware", 8, "true", False),
-        ("priced", 1, "true", False),
-        ("priced", 8, "false", False),
-    ],
-)
-def test_prices_of_ranks_that_wait_for_each_other_cause_a_warning(
-    tmp_path: Path, policy: str, ep: int, pinned: str, is_warned: bool
-) -> None:
-    file = tmp_path / "gateway.yaml"
-    file.write_text(
-        "version: 1\nmodels: [{name: own, pool: main}]\npools:\n  main:\n"
-        f"    policy: {policy}\n    endpoints:\n"
-        f"      - {{url: http://h:1, layout: {{tp: 1, dp: 8, ep: {ep}}}, pin_ranks: {pinned}}}\n"
-    )
-    warned = [(each.line, each.path) for each in load_with_warnings(file, {}).warnings]
-    assert warned == ([(7, "pools.main.endpoints[0].pin_ranks")] if is_warned else [])
-
-
 def test_warnings_have_a_place(tmp_path: Path) -> None:
     file = tmp_path / "gateway.yaml"
     file.write_text(

@@ -117,6 +117,23 @@ def test_a_pick_among_many_ranks_reads_the_answers_of_all_only_for_the_cheapest(
     assert max(scores) == pytest.approx(-PRICES.explain(question, fleet, 0).total)
 
 
+def test_the_least_prefill_work_decides_between_ranks_and_the_price_between_engines() -> None:
+    # The holder of the prefix has a longer queue, whose price alone would send the prompt away.
+    waits = {"prefill_tokens": 6_000, "in_flight": 4, "prefill_done_at": 104.0}
+    ranks = [outlook(0, **waits), outlook(1), outlook(2, in_flight=1)]
+    question = ask(9000, 300, cached=[8192])
+    assert cheapest(question, ranks) == 1
+    join_ranks([one.load for one in ranks])
+    assert cheapest(question, ranks) == 0
+    assert cheapest(question, [*ranks, outlook(3)]) == 3
+    assert cheapest(question, [*ranks, outlook(3, prefill_done_at=109.0)]) == 0
+
+
+def cheapest(question: RoutingQuery, fleet: Sequence[Candidate]) -> int:
+    scores = PRICES.scores(question, fleet)
+    return scores.index(max(scores))
+
+
 def test_what_compiled_prices_declare_as_doubles_are_floats() -> None:
     # Any other value raises a TypeError in the compiled module only.
     loop = PriceLoop(PricedPolicy())
