@@ -23,18 +23,18 @@ needs_compiler = pytest.mark.skipif(
 
 
 @cache
-def compile_module(source: str) -> ModuleType:
+def compile_module(source: str, *flags: str) -> ModuleType:
     """Compile a C file with all warnings as errors, and return the module.
 
-    The file is given by its path in the checkout.
+    The file is given by its path in the checkout. `flags` are further arguments of the compiler.
     """
     name = Path(source).stem
     with tempfile.TemporaryDirectory(prefix="penstock-c-form-") as folder:
         library = Path(folder) / f"{name}.so"
-        command = ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"]
-        include = f"-I{sysconfig.get_path('include')}"
+        command = ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter", *flags]
+        includes = [f"-I{sysconfig.get_path('include')}", f"-I{ROOT}"]
         subprocess.run(
-            [*command, "-shared", "-fPIC", include, str(ROOT / source), "-o", str(library)],
+            [*command, "-shared", "-fPIC", *includes, str(ROOT / source), "-o", str(library)],
             check=True,
         )
         spec = importlib.util.spec_from_file_location(name, library)

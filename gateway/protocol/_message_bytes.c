@@ -1,4 +1,4 @@
-/* Joins the parts of HTTP messages for message_bytes.py.
+/* Joins the parts of HTTP messages, and writes numbers of log lines, for message_bytes.py.
  *
  * Every function has a counterpart in python_message_bytes.py, with the same name and the same
  * results. The functions are pure: they keep no state, and do no I/O. */
@@ -6,6 +6,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <stdint.h>
 #include <string.h>
 
 #define MAX_PARTS 8
@@ -55,13 +56,18 @@ static int add_text(struct message *message, PyObject *text) {
     return add_bytes(message, encoded);
 }
 
-static void add_number(struct message *message, Py_ssize_t number) {
-    int at = MAX_DIGITS;
+/* Write a number's digits so that they end before `end`. Return where they begin. */
+static char *write_digits(char *end, uint64_t number) {
     do {
-        message->digits[--at] = (char)('0' + number % 10);
+        *--end = (char)('0' + number % 10);
         number /= 10;
     } while (number);
-    add(message, message->digits + at, MAX_DIGITS - at);
+    return end;
+}
+
+static void add_number(struct message *message, Py_ssize_t number) {
+    char *end = message->digits + MAX_DIGITS, *at = write_digits(end, (uint64_t)number);
+    add(message, at, end - at);
 }
 
 /* Return the message as bytes, or NULL unless `is_whole`. */
@@ -134,9 +140,34 @@ static PyObject *whole_response(PyObject *self, PyObject *const *args, Py_ssize_
     return finish(&message, 1);
 }
 
+static PyObject *json_numbers(PyObject *self, PyObject *numbers) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(numbers, &view, PyBUF_SIMPLE)) return NULL;
+    Py_ssize_t count = view.len / 8;
+    /* The list is written from its end, because that is how digits are found. */
+    PyObject *longest = PyBytes_FromStringAndSize(NULL, 2 + count * (MAX_DIGITS + 1));
+    PyObject *list = NULL;
+    if (longest != NULL) {
+        char *end = PyBytes_AS_STRING(longest) + PyBytes_GET_SIZE(longest), *at = end;
+        *--at = ']';
+        for (Py_ssize_t index = count - 1; index >= 0; index--) {
+            uint64_t number;
+            memcpy(&number, (const char *)view.buf + 8 * index, 8);
+            at = write_digits(at, number);
+            if (index) *--at = ',';
+        }
+        *--at = '[';
+        list = PyBytes_FromStringAndSize(at, end - at);
+        Py_DECREF(longest);
+    }
+    PyBuffer_Release(&view);
+    return list;
+}
+
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 static PyMethodDef functions[] = {
     FUNCTION(request_head), FUNCTION(response_lines), FUNCTION(whole_response),
+    {"json_numbers", json_numbers, METH_O, NULL},
     {NULL, NULL, 0, NULL}
 };
 

@@ -5,6 +5,8 @@ Header bytes of a client that are not UTF-8 are surrogates in a str; they are se
 
 from __future__ import annotations
 
+from array import array
+
 
 def request_head(start: bytes, request_id: str, length: int, lines: str) -> bytes:
     """Return the head of a request to an engine.
@@ -36,3 +38,8 @@ def whole_response(start: bytes, lines: bytes, payload: bytes) -> bytes:
     lines  further header lines, each ending in CRLF
     """
     return b"".join((start, lines, b"content-length: %d\r\n\r\n" % len(payload), payload))
+
+
+def json_numbers(numbers: array[int]) -> bytes:
+    """Return a JSON list of the numbers in an array of the type code "Q"."""
+    return b"[%s]" % ",".join(map(str, numbers)).encode()

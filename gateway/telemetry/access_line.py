@@ -23,6 +23,9 @@ StageTimes = tuple[
 """The fields `received_us` to `last_us` of an access log line."""
 
 
+NO_BLOCKS = msgspec.Raw(b"[]")
+
+
 class AccessLine(msgspec.Struct, omit_defaults=True):
     """One line of the access log. Times in us are microseconds since the request's head was parsed.
 
@@ -30,7 +33,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     slo_outcome        whether the latency targets were met, or which one was missed
     predicted_ttft_us  predicted time to first token, counted from the pick of an endpoint
     requested_model    the requested model, if another one served the request
-    blocks             chained ids of the prompt's 2 KiB blocks; see `access_blocks`
+    blocks             JSON list of chained ids of the prompt's 2 KiB blocks; see `access_blocks`
     resumes            number of times that the stream was continued on another endpoint
     hedge_loser        the endpoint whose parallel attempt was cancelled
     client_request_id  the id that the client itself gave the request
@@ -82,7 +85,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     handoff_us: int | None = None
     requested_model: str = ""
     proxy_request_id: str = ""
-    blocks: list[int] = []
+    blocks: msgspec.Raw = NO_BLOCKS
     trace_id: str = ""
     resumes: int = 0
     hedge_loser: str = ""

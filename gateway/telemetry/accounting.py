@@ -10,9 +10,12 @@ import logging
 from collections.abc import Callable, Collection
 from time import monotonic, time
 
+import msgspec
+
 from gateway.config import Observability
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.metric_types import Counter, Histogram
+from gateway.protocol.message_bytes import json_numbers
 from gateway.protocol.request.api_call import Call
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import TokenUsage
@@ -25,7 +28,8 @@ from gateway.telemetry.recent_requests import RecentExchanges, has_problem
 from gateway.telemetry.slo_outcomes import REGRET_SAMPLE_EVERY, SloTracker, effective_usage
 from gateway.telemetry.span_exporter import SpanExporter
 from policies.policy_types import Policy
-from policies.prefix.logged_block_ids import BlockIds
+from policies.prefix.logged_block_ids import NO_IDS, BlockIds
+from policies.prefix.sampled_keys import Keys
 from policies.routing_types import Pick, RoutingQuery, TokenPrice
 
 log = logging.getLogger("penstock")
@@ -200,9 +204,12 @@ class Accounting:
         if is_recorded or (has_ids and log.has_blocks):  # other lines contain no ids
             blocks, session = self._ids(exchange)
             if is_recorded:
-                self.shapes.add(exchange, relay, usage, unix_offset + now, blocks, session)
+                at_s = unix_offset + now
+                self.shapes.add(exchange, relay, usage, at_s, blocks.tolist(), session)
             if line is not None and log.has_blocks:
-                line.blocks, line.session_id = blocks, session
+                line.session_id = session
+                if blocks:
+                    line.blocks = msgspec.Raw(json_numbers(blocks))
         if line is not None:
             log.write(line)
         if exchange.trace is not None:
@@ -210,10 +217,10 @@ class Accounting:
         if exchange.is_explained or exchange.retries or has_problem(exchange):
             self.recent_exchanges.add(exchange, usage, relay.event_count, now)
 
-    def _ids(self, exchange: Exchange) -> tuple[list[int], int]:
+    def _ids(self, exchange: Exchange) -> tuple[Keys, int]:
         # Return the ids of the prompt's blocks and of the session.
         call, fingerprint, session = exchange.call, exchange.fingerprint, 0
-        blocks: list[int] = []
+        blocks = NO_IDS
         if fingerprint is not None:
             blocks = self._block_ids.ids(fingerprint, exchange.tenant)
         if call is not None and call.request.session:

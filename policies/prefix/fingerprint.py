@@ -116,7 +116,7 @@ class Fingerprinter:
 
 def default_arithmetic() -> type[block_hash.KeyArithmetic]:
     """Return the fastest available code that hashes prompts: compiled, numpy, or plain Python."""
-    if block_hash.is_loop_compiled():
+    if block_hash.is_loop_in_c():
         return block_hash.ScalarArithmetic
     try:
         from policies.prefix.numpy_hash import NumpyArithmetic
@@ -129,9 +129,7 @@ def is_hashing_slow() -> bool:
     """Return whether prompts are hashed in plain Python, which takes up to 100 times as long as
     numpy.
     """
-    return not block_hash.is_loop_compiled() and (
-        default_arithmetic() is block_hash.ScalarArithmetic
-    )
+    return not block_hash.is_loop_in_c() and (default_arithmetic() is block_hash.ScalarArithmetic)
 
 
 def _secret_numbers(secret: bytes, count: int) -> Keys:

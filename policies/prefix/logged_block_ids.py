@@ -8,12 +8,15 @@ gateway/telemetry/accounting.py puts them into the log.
 from __future__ import annotations
 
 import hashlib
+from array import array
 
 from policies.prefix.fingerprint import Fingerprint
 from policies.prefix.key_loops import scramble_keys
+from policies.prefix.sampled_keys import Keys
 
 ID_BLOCK_BYTES = 2048
 MOST_TENANTS = 1024
+NO_IDS: Keys = array("Q")
 
 
 class BlockIds:
@@ -44,7 +47,7 @@ class BlockIds:
         ).digest()
         return int.from_bytes(digest, "little") or 1
 
-    def ids(self, fingerprint: Fingerprint, tenant: str) -> list[int]:
+    def ids(self, fingerprint: Fingerprint, tenant: str) -> Keys:
         """Return 48-bit ids, one for each complete block of `ID_BLOCK_BYTES` of the prompt.
 
         Each id identifies the whole prompt up to the end of the block. Blocks are at least as large
@@ -52,9 +55,9 @@ class BlockIds:
         """
         step = ID_BLOCK_BYTES // fingerprint.block_bytes or 1
         if len(fingerprint.keys) < step:  # most prompts of a chat's first turn
-            return []
+            return NO_IDS
         offset, factor = self._numbers.get(tenant) or self._draw(tenant)
-        return scramble_keys(fingerprint.keys, step, offset, factor).tolist()
+        return scramble_keys(fingerprint.keys, step, offset, factor)
 
     def _draw(self, tenant: str) -> tuple[int, int]:
         digest = hashlib.blake2b(

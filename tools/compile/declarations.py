@@ -14,20 +14,6 @@ from dataclasses import dataclass
 from tools.compile.extension_classes import Project, classes_of, container_of, slots
 
 HANDWRITTEN = {
-    "policies.prefix.block_hash": """
-cimport cython
-cdef unsigned long long MASK
-@cython.locals(
-    index=Py_ssize_t, block=Py_ssize_t, column=Py_ssize_t,
-    total=cython.ulonglong, word=cython.ulonglong,
-)
-cpdef chain_words(
-    const unsigned long long[::1] words, const unsigned long long[::1] word_keys,
-    const unsigned long long[::1] places,
-    unsigned long long fold, unsigned long long mix, unsigned long long key,
-    unsigned long long[::1] keys,
-)
-""",
     "policies.prefix.key_loops": """
 cimport cython
 cdef unsigned long long MASK

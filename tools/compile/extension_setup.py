@@ -40,6 +40,7 @@ setup(
         Extension(
             ".".join(source.with_suffix("").parts),
             [str(source)],
+            include_dirs=["."],
             extra_compile_args=small_flags if is_small(source) else [],
         )
         for source in sorted(Path().glob("[a-z]*/**/*.c"))

@@ -149,6 +149,7 @@ HANDWRITTEN = (
     Path("gateway/protocol/_byte_scan.c"),
     Path("gateway/protocol/_message_bytes.c"),
     Path("gateway/protocol/request/_json_object.c"),
+    Path("policies/prefix/_block_hash.c"),
 )
 """Modules in C, which setup.py compiles like those that Cython generates."""
 NOT_AN_ARGUMENT = object()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from array import array
 from types import ModuleType
 
 import pytest
@@ -53,6 +55,14 @@ def test_a_whole_response_is_the_same_in_c(start: bytes, lines: bytes, payload: 
     assert response == start + lines + b"content-length: " + length + b"\r\n\r\n" + payload
 
 
+@given(st.lists(st.integers(0, 2**64 - 1)))
+@example([0, 2**64 - 1])
+def test_a_list_of_numbers_is_the_same_in_c(numbers: list[int]) -> None:
+    text = c_form().json_numbers(array("Q", numbers))
+    assert text == python_form.json_numbers(array("Q", numbers))
+    assert json.loads(text) == numbers
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -69,6 +79,7 @@ def test_a_whole_response_is_the_same_in_c(start: bytes, lines: bytes, payload: 
         ("whole_response", ("", b"", b"")),
         ("whole_response", (b"", "", b"")),
         ("whole_response", (b"", b"", bytearray())),
+        ("json_numbers", ("1",)),
     ],
 )
 def test_arguments_of_another_type_are_an_error(name: str, arguments: tuple[object, ...]) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from array import array
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.prefix.block_hash import KeyArithmetic, ScalarArithmetic
+from policies.prefix.block_hash import KeyArithmetic, ScalarArithmetic, chain_words_in_python
 from policies.prefix.fingerprint import Fingerprinter
 from policies.prefix.numpy_hash import NumpyArithmetic
 from policies.prefix.sampled_keys import SAMPLE_LENGTHS, Keys, sample_keys
+from tests.c_forms import compile_module, needs_compiler
 
 BLOCK = 16
 PRINTS = Fingerprinter(b"0123456789abcdef", block_bytes=BLOCK)
@@ -87,6 +89,39 @@ def test_word_by_word_gives_the_keys_that_whole_arrays_give(
         )
 
     assert keys(ScalarArithmetic) == keys(NumpyArithmetic)
+
+
+@needs_compiler
+@given(
+    st.integers(1, 9).flatmap(numbers),
+    numbers(40),
+    *(words, words, words),
+    st.binary(max_size=400),
+    st.integers(0, 7),
+)
+def test_the_loop_in_c_gives_the_same_keys(
+    word_keys: Keys, position_keys: Keys, fold: int, mix: int, seed: int, data: bytes, offset: int
+) -> None:
+    prompt = memoryview(data)[offset:]
+    blocks = len(prompt) // (8 * len(word_keys))
+    wanted = array("Q", bytes(8 * blocks))
+    chain_words_in_python(prompt, word_keys, position_keys, fold, mix, seed, wanted)
+    for flags in ((), ("-DWITHOUT_AVX2",)):
+        c_form, keys = (
+            compile_module("policies/prefix/_block_hash.c", *flags),
+            array("Q", bytes(8 * blocks)),
+        )
+        c_form.chain_words(prompt, word_keys, position_keys, fold, mix, seed, keys)
+        assert keys == wanted
+
+
+@needs_compiler
+def test_a_prompt_that_is_too_short_for_its_keys_is_an_error_in_c() -> None:
+    c_form = compile_module("policies/prefix/_block_hash.c")
+    two, three = array("Q", [1, 2]), array("Q", [1, 2, 3])
+    for data, position_keys in ((bytes(47), three), (bytes(48), two)):
+        with pytest.raises(ValueError, match="too short"):
+            c_form.chain_words(data, two, position_keys, 1, 1, 0, array("Q", three))
 
 
 @given(st.integers(0, 1000))

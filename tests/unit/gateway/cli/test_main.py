@@ -17,7 +17,7 @@ from gateway.cli import main
 from gateway.cli.commands import COMMANDS, command_function
 from gateway.config import json_schema
 from gateway.protocol.response import relay
-from policies.prefix.block_hash import is_loop_compiled
+from policies.prefix.block_hash import is_loop_in_c
 from tests.command_runner import CommandRunner
 from tests.ports import free_port
 
@@ -310,7 +310,7 @@ def test_serve_warns_when_neither_a_compiled_module_nor_numpy_hashes_prompts() -
         text=True,
         check=True,
     )
-    assert ("pip install 'penstock[demo]'" in result.stderr) is not is_loop_compiled()
+    assert ("pip install 'penstock[demo]'" in result.stderr) is not is_loop_in_c()
 
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR2"])

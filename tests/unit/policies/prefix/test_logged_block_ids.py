@@ -10,7 +10,7 @@ KEYS = Fingerprinter(b"f" * 32)
 
 
 def ids(prompt: bytes, tenant: str = "acme", secret: bytes = b"s" * 32) -> list[int]:
-    return BlockIds(secret).ids(KEYS.fingerprint(b"salt", prompt), tenant)
+    return BlockIds(secret).ids(KEYS.fingerprint(b"salt", prompt), tenant).tolist()
 
 
 def test_prompts_of_one_tenant_share_the_ids_of_their_common_prefix() -> None:

@@ -68,8 +68,12 @@ def c_form() -> ModuleType:
 def check(text: bytes) -> bool:
     """Compare the search for members with msgspec's parser; return whether it found members."""
     found = c_form().find_members(text, msgspec.Raw)
+    without_avx2 = compile_module("gateway/protocol/request/_json_object.c", "-DWITHOUT_AVX2")
+    again = without_avx2.find_members(text, msgspec.Raw)
+    assert (found is None) is (again is None)
     if found is None:
         return False
+    assert (list(found[0].items()), found[1]) == (list(again[0].items()), again[1])
     members, is_ascii = found
     assert list(members.items()) == list(decode(text).items())
     assert all(type(value) is msgspec.Raw for value in members.values())
@@ -100,6 +104,14 @@ def test_whatever_is_found_in_any_text_is_what_msgspec_decodes(text: bytes) -> N
     check(b"{" + text)
     check(b'{"a":' + text + b"}")
     check(b'{"a":"' + text + b'"}')
+
+
+@given(st.integers(0, 1400), st.lists(PIECES, max_size=8).map(b"".join), st.integers(0, 200))
+def test_what_follows_a_long_plain_string_is_read_as_by_msgspec(
+    before: int, text: bytes, after: int
+) -> None:
+    check(b'{"a":"' + b"x" * before + text + b"y" * after + b'"}')
+    check(b'{"a":"' + b"x" * before + "\u00e9".encode() + b"y" * after + text + b'"}')
 
 
 @given(OBJECTS, st.sampled_from(FORMS), st.data())
