@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from _thread import start_new_thread
+from _thread import allocate_lock, start_new_thread
+from collections.abc import Callable
 from contextlib import suppress
+from time import monotonic
 
 import msgspec
 
@@ -20,6 +22,7 @@ from gateway.telemetry.access_log_file import LogFile, Rotation
 log = logging.getLogger("penstock")
 
 REOPEN_RETRY_S = 0.05
+CLOSE_S, CLOSE_CHECK_S = 1.0, 0.005  # how long close() waits for a write, and how often it looks
 BUFFER_CAP_BYTES = 8 * 1024 * 1024  # buffer size above which lines are dropped and counted
 
 
@@ -29,12 +32,61 @@ one by one.
 """
 
 
+class _Writer:
+    # A thread that appends blocks of lines to a file, one at a time, and waits between them.
+    #
+    # Starting a thread for each block would take more CPU time than a few requests do.
+    #
+    # is_busy  whether the newest block is not written yet
+
+    __slots__ = ("_block", "_file", "_is_started", "_on_lost", "_wake", "is_busy")
+
+    def __init__(self, file: LogFile, on_lost: Callable[[int], None]) -> None:
+        # `on_lost` is called in the thread with the number of lines that could not be written.
+        self._file = file
+        self._on_lost = on_lost
+        self._block: bytes | None = b""
+        self._wake = allocate_lock()
+        self._wake.acquire()
+        self._is_started = self.is_busy = False
+
+    def write(self, block: bytes) -> None:
+        # Let the thread append a block. Call this only while it is not busy.
+        #
+        # Raises RuntimeError if the thread cannot be started. threading.Thread is not used: its
+        # start() blocks the event loop until the thread runs, and the thread keeps the process
+        # alive.
+        if not self._is_started:
+            start_new_thread(self._run, ())
+            self._is_started = True
+        self._block = block
+        self.is_busy = True
+        self._wake.release()
+
+    def end(self) -> None:
+        # Let the thread end. Call this only while it is not busy.
+        self._block = None
+        if self._is_started:
+            self._wake.release()
+
+    def _run(self) -> None:
+        while True:
+            self._wake.acquire()
+            block, self._block = self._block, b""
+            if block is None:
+                return
+            lost = self._file.write(block)
+            if lost:
+                self._on_lost(lost)
+            self.is_busy = False
+
+
 class AccessLog:
     """A buffered log file; a thread writes it, so that a slow disk never delays a request."""
 
     __slots__ = (
         *("_blocks", "_dropped", "_encoder", "_file", "_flush_s", "_lines", "_loop", "_size"),
-        *("_timer", "_writing", "has_blocks", "is_enabled"),
+        *("_timer", "_writer", "has_blocks", "is_enabled"),
     )
 
     def __init__(
@@ -47,6 +99,7 @@ class AccessLog:
         rotate = config.access_rotate
         rotation = None if rotate is None else Rotation(rotate.size, rotate.keep)
         self._file = None if config.access_log == "off" else LogFile(config.access_log, rotation)
+        self._writer = None if self._file is None else _Writer(self._file, self._count_lost)
         self.is_enabled = self._file is not None
         self._dropped = dropped
         self.has_blocks = config.access_blocks is not False
@@ -57,7 +110,6 @@ class AccessLog:
         self._blocks: list[bytes] = []  # encoded lines, `_size` bytes in all
         self._size = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._writing: asyncio.Future[None] | None = None
 
     def write(self, line: AccessLine) -> None:
         """Append a line to the access log.
@@ -96,42 +148,34 @@ class AccessLog:
 
         This happens in the thread that writes the log.
         """
-        if self._file is None:
+        if self._writer is None:
             return
-        if self._writing is None:
-            self._begin()
-        else:
+        if self._writer.is_busy:
             self._loop.call_later(REOPEN_RETRY_S, self.reopen)
+        else:
+            self._begin(self._writer)
 
     def _flush(self) -> None:
         self._timer = None
-        if self._writing is not None:
+        if self._writer is None:
+            return
+        if self._writer.is_busy:
             self._timer = self._loop.call_later(self._flush_s, self._flush)
         elif self._lines or self._blocks:
-            self._begin()
+            self._begin(self._writer)
 
-    def _begin(self) -> None:
-        # Pass the buffered lines to a new thread, which cannot keep the process alive.
-        #
-        # threading.Thread is not used: its start() blocks the event loop until the thread runs.
-        assert self._file is not None
+    def _begin(self, writer: _Writer) -> None:
+        # Pass the buffered lines to the thread.
         block = self._take()
-        self._writing = self._loop.create_future()
         try:
-            start_new_thread(self._write, (self._file, block))
+            writer.write(block)
         except RuntimeError:  # no thread could be started; drop these lines and try again later
-            self._written(block.count(b"\n"))
+            self._dropped.inc(block.count(b"\n"))
 
-    def _write(self, file: LogFile, block: bytes) -> None:
-        lost = file.write(block)
+    def _count_lost(self, lines: int) -> None:
+        # Count lines that the thread could not write; the metric belongs to the event loop.
         with suppress(RuntimeError):  # the loop may be closed
-            self._loop.call_soon_threadsafe(self._written, lost)
-
-    def _written(self, lost: int) -> None:
-        self._dropped.inc(lost)
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.set_result(None)
+            self._loop.call_soon_threadsafe(self._dropped.inc, lines)
 
     def _take(self) -> bytes:
         if self._lines:
@@ -143,11 +187,20 @@ class AccessLog:
         """Write the remaining lines, waiting at most two seconds for a slow disk. Call it once."""
         if self._timer is not None:
             self._timer.cancel()
-        for _ in range(2):  # wait for the write in progress, then write the remaining lines
-            if self._writing is not None:
-                await asyncio.wait([self._writing], timeout=1)
-            if self._file is not None and self._writing is None and (self._lines or self._blocks):
-                self._begin()
-        if self._file is not None and self._writing is None:
+        writer, self._writer, self.is_enabled = self._writer, None, False
+        if writer is None or self._file is None:
+            return
+        await _until_idle(writer)
+        if not writer.is_busy and (self._lines or self._blocks):
+            self._begin(writer)
+            await _until_idle(writer)
+        if not writer.is_busy:
+            writer.end()
             self._file.close()
-        self._file, self.is_enabled = None, False
+        self._file = None
+
+
+async def _until_idle(writer: _Writer) -> None:
+    ends = monotonic() + CLOSE_S
+    while writer.is_busy and monotonic() < ends:  # noqa: ASYNC110
+        await asyncio.sleep(CLOSE_CHECK_S)

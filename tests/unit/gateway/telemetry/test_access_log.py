@@ -1,8 +1,11 @@
-"""Tests that threads write the access log, so that the event loop does not wait."""
+"""Tests that a thread writes the access log, so that the event loop does not wait."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
+from _thread import start_new_thread
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,20 +33,76 @@ async def test_the_loop_does_not_wait_for_the_start_of_the_writing_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-    monkeypatch.setattr(
-        access_log, "start_new_thread", lambda write, rows: begun.append((write, rows))
-    )
+    monkeypatch.setattr(access_log, "start_new_thread", lambda run, rows: begun.append((run, rows)))
     file, dropped = tmp_path / "access.jsonl", Counter()
     log = AccessLog(to(file), asyncio.get_running_loop(), dropped)
     log.write(LINE)
     while not begun:
         await asyncio.sleep(0)
     assert file.read_bytes() == b""
-    ((write, rows),) = begun
-    write(*rows)
+    start_new_thread(*begun.pop())
     await log.close()
     assert file.read_bytes().count(b'"req_1"') == 1
     assert dropped.value == 0
+
+
+async def test_one_thread_writes_all_blocks_and_ends_with_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[threading.Thread] = []
+
+    def start(run: Callable[[], None], _: tuple[()]) -> None:
+        begun.append(threading.Thread(target=run, daemon=True))
+        begun[-1].start()
+
+    monkeypatch.setattr(access_log, "start_new_thread", start)
+    file = tmp_path / "access.jsonl"
+    log = AccessLog(to(file), asyncio.get_running_loop(), Counter())
+    for count in range(1, 4):
+        log.write(LINE)
+        while file.read_bytes().count(b'"req_1"') < count:
+            await asyncio.sleep(0.001)
+    await log.close()
+    (thread,) = begun
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+async def test_a_slow_disk_holds_up_later_lines_but_not_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_fast, write = threading.Event(), os.write
+
+    def slow_write(fd: int, data: memoryview) -> int:
+        is_fast.wait(10)
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", slow_write)
+    file = tmp_path / "access.jsonl"
+    log = AccessLog(to(file), asyncio.get_running_loop(), Counter())
+    for _ in range(3):
+        log.write(LINE)
+        await asyncio.sleep(0.005)
+    assert not file.read_bytes()
+    is_fast.set()
+    await log.close()
+    assert file.read_bytes().count(b'"req_1"') == 3
+
+
+async def test_lines_that_the_disk_refuses_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", refuse)
+    dropped = Counter()
+    log = AccessLog(to(tmp_path / "access.jsonl"), asyncio.get_running_loop(), dropped)
+    log.write(LINE)
+    log.write(LINE)
+    await log.close()
+    await asyncio.sleep(0)
+    assert dropped.value == 2
 
 
 async def test_lines_without_a_thread_are_counted_and_later_ones_written(
