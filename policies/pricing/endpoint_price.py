@@ -34,8 +34,10 @@ from policies.pricing.price_loop import (
     PriceLoop,
     Row,
     is_fresh,
+    is_turn,
     joint_backlog_s,
     joint_work_s,
+    most_cached,
     patience_s,
     prefill_share,
     prefill_shares,
@@ -45,6 +47,7 @@ from policies.pricing.price_loop import (
     waiting_external_requests,
 )
 from policies.pricing.rank_choice import lags_behind_best_rank, rank_work
+from policies.pricing.session_placement import SessionStarts, own_delay
 from policies.pricing.speed_differences import (
     TEST_S,
     UNOBSERVED,
@@ -83,7 +86,8 @@ class PricedPolicy(PolicyParams, frozen=True):
             prefill delays them, and its decoding lengthens each of their steps
     work    work_weight x loss of later requests, which find a queue that is longer by this prefill.
             Added is regret_weight x the regret: the prefill that they must repeat because of
-            evicted cache
+            evicted cache; and for a turn of a session, move_weight x the prefill of what another
+            endpoint has cached
     kv      kv_weight x the expected number of other requests that will lack KV memory or a slot
 
     The details of each term:
@@ -129,6 +133,7 @@ class PricedPolicy(PolicyParams, frozen=True):
     others_weight: NonNegative = 1.0
     work_weight: NonNegative = 1.0
     regret_weight: NonNegative = 3.0
+    move_weight: NonNegative = 30.0
     kv_weight: NonNegative = 0.5
     equal_speed_factor: Factor = 1.5
     fresh_s: NonNegative = 5.0
@@ -186,6 +191,7 @@ class PriceScorer:
         "_learned",
         "_loop",
         "_other_pool",
+        "_starts",
         "_usual",
         "_work_of_ranks",
         "weights",
@@ -198,15 +204,21 @@ class PriceScorer:
         self._has_unobserved = False
         self._other_pool = self._learned, self._factors, False  # of the other pool of a split
         self._late_tests = LateTests()
-        self._work_of_ranks = rank_work(weights.fresh_s)
+        self._starts, self._work_of_ranks = SessionStarts(), rank_work(weights.fresh_s)
 
     def scores(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         """Return a score per candidate: the negative price of serving the request there."""
         loop, factors = self._loop, self.speeds(candidates)
         loop.set_request(query.request, query.now, WHOLE_REQUEST)
+        if query.request.session:
+            loop.set_most_cached(most_cached(candidates, query.cached_by_slot))
         rows = zip(candidates, *factors, repeat(0.0))
         if any(map(_RANKS, candidates)):
-            scores = self._scores_of_ranks(query, list(rows))
+            lags = lags_behind_best_rank(candidates, self._work_of_ranks(query, candidates))
+            scores = self._scores_with_lags(query, list(rows), lags)
+        elif self._starts.is_first(query.request):
+            placed = list(rows)
+            scores = self._scores_with_lags(query, placed, self._lags_of_start(query, placed))
         else:
             usual = usual_slots(candidates)
             prices = loop.prices(rows, query.cached_by_slot, usual, is_partial=True)
@@ -215,22 +227,31 @@ class PriceScorer:
             self._prefer_test(query, candidates, scores)
         return scores
 
-    def _scores_of_ranks(self, query: RoutingQuery, rows: Sequence[Row]) -> list[float]:
-        # Return scores of candidates of which some are ranks that step together.
-        #
-        # An engine has the price of its best rank. Its other ranks score less by their additional
-        # work in tokens, so that they stay behind.
-        candidates = [row[0] for row in rows]
-        lags = lags_behind_best_rank(candidates, self._work_of_ranks(query, candidates))
-        best, usual = [index for index, lag in enumerate(lags) if not lag], usual_slots(candidates)
-        prices = self._loop.prices_of_ranks(
-            [rows[index] for index in best], query.cached_by_slot, usual, is_partial=True
-        )
+    def _scores_with_lags(
+        self, query: RoutingQuery, rows: Sequence[Row], lags: Sequence[float]
+    ) -> list[float]:
+        # Return the negative prices of the candidates without a lag. All others score less.
+        cached, usual = query.cached_by_slot, usual_slots([row[0] for row in rows])
+        best = [index for index, lag in enumerate(lags) if not lag]
+        prices = self._loop.prices_of_ranks([rows[index] for index in best], cached, usual, True)
         highest = max(prices)
         scores = [-highest - lag for lag in lags]
         for index, price in zip(best, prices, strict=True):
             scores[index] = -price
         return scores
+
+    def _lags_of_start(self, query: RoutingQuery, rows: Sequence[Row]) -> list[float]:
+        # Return by how much a new session's first request is later than at the best candidate.
+        request, now, cached = query.request, query.now, query.cached_by_slot
+        usual, delays = usual_slots([row[0] for row in rows]), []
+        for candidate, fast, attention, slow, _ in rows:
+            load = candidate.load
+            hit = cached[load.slot] if load.slot < len(cached) else 0
+            fill_s = self._fill_s(load, request.prompt_tokens, hit, fast, attention)
+            start_s = self._start_s(query, load, usual, fill_s)
+            delays.append(own_delay(request, load, slow, start_s + fill_s, now))
+        least = min(delays)
+        return [delay - least for delay in delays]
 
     def _prefer_test(
         self, query: RoutingQuery, candidates: Sequence[Candidate], scores: list[float]
@@ -290,6 +311,8 @@ class PriceScorer:
     ) -> list[float]:
         loop, factors = self._loop, self.speeds(candidates)
         loop.set_request(query.request, query.now, part)
+        if is_turn(query.request, part):
+            loop.set_most_cached(most_cached(candidates, query.cached_by_slot))
         delays_s = part.transfers_s or [part.transfer_s] * len(candidates)
         rows = zip(candidates, *factors, delays_s, strict=True)
         cached, usual = query.cached_by_slot, usual_slots(candidates)
@@ -332,10 +355,9 @@ class PriceScorer:
         hit = cached[load.slot] if load.slot < len(cached) else 0
         fill_s = self._fill_s(load, request.prompt_tokens, hit, fast, attention)
         work_s = part.prefills * fill_s
-        wait_s = known_s = backlog_s(load, query.now)
-        if self._reads_scrape(load, query.now):
-            wait_s += waiting_external_requests(load) * work_s
-        start_s = max(wait_s, room_s(load, request.prompt_tokens), slot_wait_s(load, usual))
+        known_s = backlog_s(load, query.now)
+        wait_s = self._wait_s(query, load, work_s)
+        start_s = self._start_s(query, load, usual, work_s)
         transfer_s = part.transfers_s[index] if part.transfers_s else part.transfer_s
         links = part.link_loads[index] if part.link_loads else ()
         first_s = transfer_s + start_s + load.fixed_ttft_s + work_s
@@ -345,7 +367,11 @@ class PriceScorer:
         busy = prefill_share(load)
         own_s = (step_s + more_s) * (1.0 + (weights.lumps - 1.0) * busy)
         pace_s = step_s * (1.0 - 0.5 * busy)
-        grown = request.prompt_tokens - hit + part.decodes * request.output_tokens
+        uncached = request.prompt_tokens - hit
+        grown = uncached + part.decodes * request.output_tokens
+        moved = 0.0
+        if is_turn(request, part) and uncached:
+            moved = weights.move_weight * (most_cached(candidates, cached) - hit) / uncached
         return PriceTerms(
             ttft=self._loss(first_s / patience_s(request, query.now)),
             tpot=part.decodes * weights.tpot_weight * self._loss(own_s / slo.tpot_s),
@@ -359,11 +385,26 @@ class PriceScorer:
                 + busy * work_s / slo.ttft_s
                 + self._loss_of_other_ranks(load, query.now, known_s, work_s) / slo.ttft_s
                 + weights.regret_weight * load.eviction_regret * fill_s / slo.ttft_s
+                + moved * fill_s / slo.ttft_s
             )
             + self._loss_of_later_transfers(links, slo.ttft_s),
             kv=weights.kv_weight
             * (self._loss_by_kv(load, query.now, grown) + slot_loss(load, usual)),
         )
+
+    def _wait_s(self, query: RoutingQuery, load: EndpointLoad, work_s: float) -> float:
+        # Return the seconds until all queued prompts are computed. External ones take `work_s`.
+        wait_s = backlog_s(load, query.now)
+        if self._reads_scrape(load, query.now):
+            wait_s += waiting_external_requests(load) * work_s
+        return wait_s
+
+    def _start_s(
+        self, query: RoutingQuery, load: EndpointLoad, usual: float, work_s: float
+    ) -> float:
+        # Return the seconds until an endpoint can begin with the request.
+        wait_s, prompt_tokens = self._wait_s(query, load, work_s), query.request.prompt_tokens
+        return max(wait_s, room_s(load, prompt_tokens), slot_wait_s(load, usual))
 
     def _fill_s(
         self, load: EndpointLoad, prompt_tokens: int, hit: int, fast: float, attention: float

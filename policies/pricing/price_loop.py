@@ -62,6 +62,8 @@ class PriceWeights(Protocol):
     @property
     def regret_weight(self) -> float: ...
     @property
+    def move_weight(self) -> float: ...
+    @property
     def kv_weight(self) -> float: ...
     @property
     def fresh_s(self) -> float: ...
@@ -76,9 +78,9 @@ class PriceLoop:
     # costs twice as much in the interpreter.
 
     __slots__ = (
-        *("beyond", "fresh_s", "kv", "late", "lumps", "others", "overdue", "regret"),
+        *("beyond", "fresh_s", "kv", "late", "lumps", "moved", "others", "overdue", "regret"),
         *("now", "per_budget", "per_tpot", "per_ttft", "prompt"),
-        *("decoded", "later", "own", "prefills", "tpot", "work"),
+        *("decoded", "later", "most", "own", "prefills", "tpot", "work"),
     )
 
     def __init__(self, weights: PriceWeights) -> None:
@@ -88,6 +90,7 @@ class PriceLoop:
         self.tpot = weights.tpot_weight
         self.others, self.work = weights.others_weight, weights.work_weight
         self.regret, self.kv = weights.regret_weight, weights.kv_weight
+        self.moved = weights.move_weight
         self.set_request(USUAL_REQUEST, 0.0, WHOLE_REQUEST)
 
     def set_request(self, request: Request, now: float, part: PhaseShare) -> None:
@@ -100,6 +103,13 @@ class PriceLoop:
         self.per_ttft, self.per_tpot = 1.0 / left_s, 1.0 / slo.tpot_s
         self.later, self.own = decodes * request.output_tokens, decodes * self.tpot
         self.decoded, self.per_budget = decodes / slo.tpot_s, 1.0 / slo.ttft_s
+        self.most = 0.0
+
+    def set_most_cached(self, tokens: int) -> None:
+        # Set how many of the tokens of a session's turn are cached at the endpoint with most of it.
+        #
+        # Only then, computing these elsewhere costs more.
+        self.most = float(tokens)
 
     def prices(
         self, rows: Iterable[Row], cached: Sequence[int], usual: float, is_partial: bool = False
@@ -137,7 +147,8 @@ class PriceLoop:
             context_s: float = load.decode_s_per_context_token
             alone_s: float = load.belief.context_s  # below, prefill_share() without a call
             busy: float = 1.0 - alone_s / context_s if context_s > alone_s else 0.0
-            work: float = self.regret * load.eviction_regret * fill_s + busy * work_s
+            moved: float = self.moved * (self.most - hit) / uncached if hit < self.most else 0.0
+            work: float = (self.regret * load.eviction_regret + moved) * fill_s + busy * work_s
             later: float = work_s * self.per_budget  # below, a call only where prompts wait
             later = self._loss_of_next(wait_s, work_s) if wait_s or later >= late else later**3
             work = self.work * (work * self.per_budget + later)
@@ -157,9 +168,8 @@ class PriceLoop:
                     pace = (step - more) * (1.0 - 0.5 * busy)
                     lack += self.others * self._harm(load.timeline, pace, more, known_s, work_s)
                 price += lack
-            price += work
-            prices.append(price)
-            lowest = price if is_partial and price < lowest else lowest
+            prices.append(price + work)
+            lowest = prices[-1] if is_partial and prices[-1] < lowest else lowest
         return prices
 
     def prices_of_ranks(
@@ -324,6 +334,24 @@ def patience_s(request: Request, now: float) -> float:
     budget_s = request.slo.ttft_s
     waited_s = now - request.arrived_s if request.arrived_s else 0.0
     return max(LEAST_BUDGET * budget_s, budget_s - max(0.0, waited_s))
+
+
+def is_turn(request: Request, part: PhaseShare) -> bool:
+    """Return whether a request is one of a session, and one endpoint would serve all of it."""
+    return bool(request.session) and part.prefills > 0.0 and part.decodes > 0.0
+
+
+def most_cached(candidates: Sequence[Candidate], cached: Sequence[int]) -> int:
+    """Return the largest number of prompt tokens that any of the candidates has cached.
+
+    cached  that number by slot
+    """
+    known, most = len(cached), 0
+    for candidate in candidates:
+        slot = candidate.load.slot
+        if slot < known and cached[slot] > most:
+            most = cached[slot]
+    return most
 
 
 def waiting_external_requests(load: EndpointLoad) -> int:
