@@ -216,7 +216,7 @@ class PriceScorer:
         if any(map(_RANKS, candidates)):
             lags = lags_behind_best_rank(candidates, self._work_of_ranks(query, candidates))
             scores = self._scores_with_lags(query, list(rows), lags)
-        elif self._starts.is_first(query.request):
+        elif query.request.session and self._starts.is_first(query.request):
             placed = list(rows)
             scores = self._scores_with_lags(query, placed, self._lags_of_start(query, placed))
         else:
