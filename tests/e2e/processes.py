@@ -26,7 +26,9 @@ AT_MOST_S = 900.0
 FILE = "gateway.yaml"
 # The source tree whose gateway runs. `make test-compiled` sets another one.
 HOME = os.environ.get("PENSTOCK_HOME", str(ROOT))
-ENV = os.environ | {"PYTHONPATH": HOME, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+# The modules of tests and benchmarks are in ROOT, and not in an installed wheel.
+PATHS = os.pathsep.join((HOME, str(ROOT)))
+ENV = os.environ | {"PYTHONPATH": PATHS, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 PATIENCE = "".join(f"{name}: {json.dumps(PATIENT[name])}\n" for name in ("health", "scrape"))
 _READY = re.compile(r"API at (https?://\S+)/v1, admin server at (https?://[^\s;]+)")
 
