@@ -1,15 +1,16 @@
 """`make bench-split`: compares the gateway's CPU time for split requests and for whole requests.
 
     python bench/split_cpu.py --rounds 3 --window-ms 800
+    make compiled && python bench/split_cpu.py --compiled
 
 A split request computes its prompt (prefill) on one engine and its answer (decode) on another one.
 One gateway serves two models on the same engines (bench/backend.c). Requests for one model are
 split, those for the other are not. Both are measured in turn, in short periods. The result is the
 median of the ratios within a round.
 
-Before that, Python instructions are counted (bench/opcodes.py). The counts are exact, but include
-neither C code nor the kernel. Streams are not counted, because the number of chunks per read
-varies.
+Before that, Python instructions of the sources are counted (bench/opcodes.py). The counts are
+exact, but include neither C code nor the kernel. Streams are not counted, because the number of
+chunks per read varies.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from typing import Any
 import uvloop
 from compared_systems import (
     ADMIN,
+    COMPILED,
     MODEL,
+    ROOT,
     NotMeasurable,
     Running,
     System,
@@ -92,8 +95,10 @@ def main() -> None:
     base = free_base()
     with tempfile.TemporaryDirectory() as folder, backend(base):
         work, command = Path(folder), _command(backend_urls(base))
-        _print_instructions(command, work, base + 100)
-        running = start(System("penstock", "split", base + 100, command), work)
+        if not options.compiled:
+            _print_instructions(command, work, base + 100)
+        home = COMPILED if options.compiled else ROOT
+        running = start(System("penstock", "split", base + 100, command, home), work)
         try:
             _print_cpu_times(running, work, Pace(options.window_ms, 150), options.rounds)
         finally:
@@ -115,6 +120,11 @@ def _options() -> argparse.Namespace:
         type=int,
         default=1000,
         help="length of a measured period in milliseconds (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compiled",
+        action="store_true",
+        help="measure the build of `make compiled` instead of the sources",
     )
     return parser.parse_args()
 
