@@ -63,7 +63,7 @@ from gateway.restart.worker_launch_settings import WorkerSettings
 from gateway.routes_and_snapshot import Gateway
 from gateway.serve_request import create_request_factory
 from gateway.telemetry.access_log import AccessLog
-from gateway.telemetry.accounting import Accounting
+from gateway.telemetry.accounting import AT_ONCE, Accounting
 from gateway.telemetry.cost_counter import LiveCost
 from gateway.telemetry.span_exporter import SpanExporter
 from gateway.trials.mirror import Mirrors
@@ -141,7 +141,14 @@ class App:
             plan.snapshot,
             self._endpoints,
             self._admission,
-            Accounting(self.metrics, self._log, self._tracer, outbox.call_after_flush, self.secret),
+            Accounting(
+                self.metrics,
+                self._log,
+                self._tracer,
+                outbox.call_after_flush,
+                self.secret,
+                AT_ONCE,
+            ),
             Handoffs(self.metrics, rng, outbox),
         )
         attach_metrics(self.gateway, plan, self.metrics)
@@ -484,6 +491,7 @@ class App:
     def _tick(self) -> None:
         self._tick_timer = self._loop.call_later(TICK_S, self._tick)
         self.connections.clock.update(time())
+        self.gateway.accounts.account_ended()
         try:
             self._admission.tick(monotonic())
         except Exception:  # an admission may be third-party code

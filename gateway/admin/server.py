@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from gateway.admin import config_pages, live_pages
 from gateway.admin.auto_pages import add_auto
@@ -33,7 +34,10 @@ def admin_application(target: GatewayInterface) -> web.Application:
     Its pages can change the configuration (also by pinning a pool's policy), and drain endpoints.
     """
     server = web.Application(
-        middlewares=[access_middleware(lambda: target.gateway.snapshot.config)],
+        middlewares=[
+            access_middleware(lambda: target.gateway.snapshot.config),
+            _account_before(target),
+        ],
         client_max_size=MAX_FILE_BYTES + 1,
     )
     announce_close(server, lambda: target.is_draining)
@@ -51,6 +55,16 @@ def admin_application(target: GatewayInterface) -> web.Application:
         add_drift(server.router, lambda: target.drift)
     live_pages.add_process_view(target, server)
     return server
+
+
+def _account_before(target: GatewayInterface) -> Middleware:
+    # Return a middleware that has all ended requests accounted, so that pages show them.
+    @web.middleware
+    async def account(request: web.Request, handler: Handler) -> web.StreamResponse:
+        target.gateway.accounts.account_ended()
+        return await handler(request)
+
+    return account
 
 
 def _add_health(target: GatewayInterface, routes: web.UrlDispatcher) -> None:

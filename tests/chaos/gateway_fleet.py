@@ -100,6 +100,7 @@ class GatewayFleet:
         return usages
 
     def metric(self, name: str) -> float:
+        self.app.gateway.accounts.account_ended()  # as a page does
         lines = self.app.metrics.render().decode().splitlines()
         return sum(
             float(line.split()[-1])

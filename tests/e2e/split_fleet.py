@@ -118,6 +118,7 @@ class SplitFleet:
             assert (await self.state(member))["malformed_handoffs"] == 0
 
     def metric(self, name: str, **labels: str) -> float:
+        self.app.gateway.accounts.account_ended()  # as a page does
         return total(self.app.metrics.render().decode(), name, **labels)
 
 

@@ -43,6 +43,7 @@ class GatewayHarness:
             return answer.status, await answer.json()
 
     def metric(self, name: str, **labels: str) -> float:
+        self.app.gateway.accounts.account_ended()  # as a page does
         return total(self.app.metrics.render().decode(), name, **labels)
 
 

@@ -401,6 +401,7 @@ class SplitGateway:
                 await asyncio.sleep(0.005)
 
     def metric(self, name: str, **labels: str) -> float:
+        self.app.gateway.accounts.account_ended()  # as a page does
         return total(self.app.metrics.render().decode(), name, **labels)
 
     def error_count(self, engine: ScriptedEngine) -> float:

@@ -7,6 +7,7 @@ from random import Random
 
 from gateway.config import Observability
 from gateway.metrics.catalogue import Metrics
+from gateway.request_record import Exchange
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.span_exporter import SpanExporter
@@ -30,6 +31,36 @@ async def test_requests_are_accounted_at_the_end_of_the_turn_and_an_error_loses_
     assert {labels: item.value for labels, item in metrics.requests_total.children()} == {
         ("demo", "503", "no_capacity"): 1.0
     }
+
+
+async def test_several_requests_are_accounted_together_unless_one_has_its_body() -> None:
+    loop, metrics = asyncio.get_running_loop(), Metrics()
+    log = AccessLog(
+        Observability(access_log="off"), loop, metrics.runtime_gauges.log_lines_dropped_total
+    )
+    traces = SpanExporter(metrics, Random(1), {})
+    accounts = Accounting(metrics, log, traces, loop.call_soon, b"secret", at_once=3)
+
+    async def accounted_after(*ended: Exchange) -> float:
+        for each in ended:
+            each.status, each.outcome, each.reason = 503, "refused", "no_capacity"
+            accounts.add_ended(each)
+        await asyncio.sleep(0)
+        return sum(item.value for _, item in metrics.requests_total.children())
+
+    with_body, without_body = exchange(1), exchange(2)
+    assert with_body.call is not None
+    assert without_body.call is not None
+    with_body.call.body = b"{}"
+    without_body.call.release()
+    assert await accounted_after(without_body) == 0
+    assert await accounted_after(without_body) == 0
+    assert await accounted_after(without_body) == 3
+    assert await accounted_after(without_body) == 3
+    assert await accounted_after(with_body) == 5
+    assert await accounted_after(without_body) == 5
+    accounts.account_ended()
+    assert await accounted_after() == 6
 
 
 async def test_requests_with_a_problem_are_kept_beyond_the_sample_and_others_are_not() -> None:

@@ -227,6 +227,7 @@ async def test_a_full_queue_drops_and_counts_new_spans(monkeypatch: pytest.Monke
     async with collector() as there, gateway_fleet(1, observability=seen(there)) as fleet:
         for _ in range(5):
             assert (await fleet.ask()).fate == "ok"
+            fleet.app.gateway.accounts.account_ended()
         assert len(fleet.app._tracer._queue) == 14
         assert fleet.metric("penstock_trace_spans_total") == 15
     assert len(there.spans) == 14, "the last ones had their chance when the gateway ended"
@@ -300,6 +301,7 @@ async def test_a_full_batch_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(span_exporter, "BATCH", 8)
     async with collector() as there, gateway_fleet(1, observability=seen(there)) as fleet:
         await asyncio.gather(*(fleet.ask() for _ in range(8)))
+        fleet.app.gateway.accounts.account_ended()
         monkeypatch.setattr(span_exporter, "FLUSH_S", 60.0)
         await there.heard(48)
 
