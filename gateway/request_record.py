@@ -80,6 +80,10 @@ class SplitRecord:
     reason             why the request was split or not
                        (policies.pricing.split_decision.SplitReason)
     prefill            name of the prefill endpoint; "" if not split
+    pulled_from        name of the endpoint that was to send the KV of the prompt's beginning; "" if
+                       none was
+    pulled_tokens      number of tokens whose KV was pulled from there, as estimated; 0 if the
+                       prompt was computed in the end
     dialect            name of the engines' protocol for the KV handoff; "" if not split
     prefill_sent_at    when the prefill request was sent
     prefilled_at       when the prefill answer was complete
@@ -93,12 +97,13 @@ class SplitRecord:
 
     __slots__ = (
         *("cached_tokens", "dialect", "handed_over_at", "predicted_ttft_s", "prefill"),
-        *("prefill_sent_at", "prefilled_at", "reason", "transport"),
+        *("prefill_sent_at", "prefilled_at", "pulled_from", "pulled_tokens", "reason", "transport"),
     )
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
-        self.prefill = self.dialect = ""
+        self.prefill = self.dialect = self.pulled_from = ""
+        self.pulled_tokens = 0
         self.prefill_sent_at: float | None = None
         self.prefilled_at: float | None = None
         self.handed_over_at: float | None = None

@@ -10,7 +10,7 @@ import re
 from base64 import b64decode
 from collections.abc import Mapping
 from hashlib import shake_128
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -168,6 +168,8 @@ class RequestBody(msgspec.Struct, frozen=True):
     disagg_prefill_dp_rank: Any = None
     return_token_ids: bool | None = None
     prompt_token_ids: list[TokenId] | None = None
+    truncate_prompt_tokens: Positive | None = None
+    truncation_side: Literal["left", "right"] = "left"
 
 
 class ParsedHandoff(msgspec.Struct, frozen=True):
@@ -367,7 +369,12 @@ def _check_limit(body: RequestBody, limit: int, leg: PrefillLeg | DecodeLeg | No
 
 
 def _all_prompts(body: RequestBody, chat: bool) -> list[bytes]:
-    return [render_chat(_chat_parts(body))] if chat else _completion_prompts(body)
+    prompts = [render_chat(_chat_parts(body))] if chat else _completion_prompts(body)
+    if body.truncate_prompt_tokens is None:
+        return prompts
+    size = body.truncate_prompt_tokens * TOKEN_BYTES
+    is_right = body.truncation_side == "right"
+    return [prompt[:size] if is_right else prompt[-size:] for prompt in prompts]
 
 
 def chat_prompt(body: RequestBody) -> bytes:

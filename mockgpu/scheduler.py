@@ -275,12 +275,15 @@ class Scheduler:
         return jobs
 
     def on_landed(self, job: Job, cached: int) -> None:
-        """Continue a FETCHING job whose KV has arrived. It computes only its last prompt token.
+        """Continue a FETCHING job whose KV has arrived. It computes the rest of its prompt.
 
-        `cached` is the number of cached tokens to report in the response's usage.
+        That is the last prompt token alone, unless only the KV of the prompt's beginning was
+        offered. `cached` is the number of cached tokens to report in the response's usage.
         """
-        start, job.computed, job.cached = job.computed, job.prompt_tokens - 1, cached
-        self._seal(job, start, job.prompt_tokens)
+        assert isinstance(job.leg, DecodeLeg)
+        start, job.cached = job.computed, cached
+        job.computed = job.leg.loadable_tokens(job.prompt_tokens)
+        self._seal(job, start, job.prompt_tokens if job.leg.tokens is None else job.computed)
         self._mark_fetched(job)
 
     def on_restored(self, job: Job, blocks: int) -> None:
@@ -420,7 +423,7 @@ class Scheduler:
             self.totals.prefix_hits += job.computed
         if first and isinstance(job.leg, DecodeLeg):
             self._to_fetch.append(job)
-            if job.leg.is_parked or job.computed < job.prompt_tokens - 1:
+            if job.leg.is_parked or job.computed < job.leg.loadable_tokens(job.prompt_tokens):
                 self._await_kv(job)
                 return True
         elif first and job.restores and self._may_restore(job, hits):

@@ -64,6 +64,8 @@ class DecodeLeg(msgspec.Struct, frozen=True):
     renew      URL that extends the lease on the KV while the request is queued; "": none
     cached     number of cached tokens to report in the usage; None: all transferred tokens
     is_parked  whether the engine waits for KV forever, because the handoff object was incomplete
+    tokens     number of prompt tokens whose KV is offered, from the first one; None: the whole
+               prompt
     """
 
     name: str
@@ -74,6 +76,14 @@ class DecodeLeg(msgspec.Struct, frozen=True):
     first: bytes = b""
     cached: int | None = None
     is_parked: bool = False
+    tokens: int | None = None
+
+    def loadable_tokens(self, prompt_tokens: int) -> int:
+        """Return how many tokens of a prompt this engine need not compute with the KV.
+
+        It always computes the last one.
+        """
+        return prompt_tokens - 1 if self.tokens is None else min(self.tokens, prompt_tokens - 1)
 
 
 class OfferedKv(msgspec.Struct, frozen=True):

@@ -87,10 +87,19 @@ def _pick_lines(reply: Mapping[str, Any]) -> Iterator[str]:
     if reply["split"] is not None and reply["split"]["prefill"]:
         reason = reply["split"]["reason"].replace("_", " ")
         yield f"  split     prefilled by {reply['split']['prefill']} ({reason})"
+    elif reply.get("pull"):
+        yield f"  pull      {_pull(reply['pull'])}"
     elif reply["split"] is not None:
         yield f"  whole     {reply['split']['reason'].replace('_', ' ')}"
     if reply["retries"]:
         yield f"  retried   after {', '.join(reply['retries'])} failed"
+
+
+def _pull(pull: Mapping[str, Any]) -> str:
+    if not pull["tokens"]:
+        return f"nothing came from {pull['source']}, so the prompt was computed"
+    offered = "" if pull["offered_s"] is None else f", offered after {_ms(pull['offered_s'])}"
+    return f"{pull['tokens']} tokens fetched from {pull['source']}{offered}"
 
 
 def _outcome_lines(reply: Mapping[str, Any]) -> Iterator[str]:

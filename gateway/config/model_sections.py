@@ -35,6 +35,12 @@ class Split(Section):
         "Maximum time from the end of the prefill to the first token of a split request. After "
         "it, one endpoint serves the request from its start.",
     )
+    pull: bool = setting(
+        True,
+        "Whether an endpoint may fetch the cached beginning of a prompt from another one and "
+        "compute the rest, where the policy expects that to cost less. Only with the dialect "
+        "penstock and a policy that compares prices.",
+    )
 
 
 class Resume(Section):

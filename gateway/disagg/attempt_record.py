@@ -10,7 +10,7 @@ from time import monotonic
 
 from gateway.disagg.bootstrap_client import BootstrapQuery
 from gateway.disagg.leg import Leg
-from gateway.disagg.leg_requests import LegRequests, SplitContext, one_token
+from gateway.disagg.leg_requests import LegRequests, SplitContext, attempt_dialect, one_token
 from gateway.disagg.state_machine import Event, State
 from gateway.fleet.reservation import Reservation
 from gateway.forwarding.internal_answer import InternalAnswer
@@ -55,7 +55,7 @@ class AttemptState:
         figures = self.figures = handoffs.figures(pair)
         self.exchange: Exchange = context.exchange
         self.context, self.record, self.pair = context, record, pair
-        self.dialect = context.split.dialect
+        self.dialect = attempt_dialect(context.split, pair)
         self.prefill: Leg | None = None
         self.inbox: InternalAnswer | None = None
         self.decode: Leg | None = None
@@ -70,12 +70,17 @@ class AttemptState:
         self._finished: FinishedResponse | None = None
         self._refused: Relay | None = None
         self._waiting: EagerFuture | None = None
-        reservation = endpoints.reserve(pair.prefill, one_token(request), context.fingerprint)
+        # An endpoint that hands over a beginning learns nothing about the prompt.
+        fingerprint = None if pair.is_pull else context.fingerprint
+        reservation = endpoints.reserve(pair.prefill, one_token(request, pair), fingerprint)
         self.prefill_reservation: Reservation | None = reservation
         self.decode_reservation = endpoints.reserve_decode(
-            pair.decode, request, context.fingerprint
+            pair.decode, request, context.fingerprint, pair.pulled_tokens
         )
-        record.predicted_ttft_s = figures.expected_s(reservation.entry.predicted_ttft_s)
+        if pair.is_pull:  # what the endpoint still has to compute is known too little
+            reservation.leave_untimed()
+        else:
+            record.predicted_ttft_s = figures.expected_s(reservation.entry.predicted_ttft_s)
         self.transfer = begin_transfer(
             handoffs.transfer_times,
             context.split.splitter.rule,
@@ -87,5 +92,4 @@ class AttemptState:
 
     def begin(self) -> None:
         """Create `words`, the object that builds the attempt's HTTP requests to the two engines."""
-        prefill = self.pair.prefill.candidate.endpoint
-        self.words = LegRequests(self.context, self.record, prefill, self._number)
+        self.words = LegRequests(self.context, self.record, self.pair, self._number)

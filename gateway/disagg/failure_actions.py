@@ -90,6 +90,8 @@ def reserve_other_decode(attempt: AttemptState) -> bool:
     """
     context, exchange, problem = attempt.context, attempt.exchange, attempt.problem
     assert problem is not None
+    if attempt.pair.is_pull:  # the decision was for that endpoint only
+        return False
     # These endpoints have failed, even if another decoder succeeds.
     exchange.retries += attempt.suspects
     attempt.suspects = []

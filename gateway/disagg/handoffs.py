@@ -82,7 +82,7 @@ class PairFigures:
 
     def add_transferred(self, pair: EndpointPair, prompt_tokens: int) -> None:
         """Count the transferred prompt tokens: those that the decode engine had not cached."""
-        self.tokens += max(0, prompt_tokens - pair.decode.cached_tokens)
+        self.tokens += max(0, pair.moved_tokens(prompt_tokens))
 
     def expected_s(self, prefill_s: float | None) -> float | None:
         """Return the expected seconds from the choice of the endpoints to the first token.
@@ -129,13 +129,15 @@ class Handoffs:
                     so that requests near the threshold do not alternate
                     (policies.pricing.split_decision.SplitRule.hysteresis)
     pairs           statistics by the names of a prefill and a decode endpoint
+    pulls           the same for pulls, by the names of the endpoints that send and that fetch KV
     transfers       transfers in progress, with the monotonic time by which each must end
     transfer_times  measured speeds of KV transfers and their queues, for rules that price splits
     """
 
     __slots__ = (
         *("_decisions", "_identities", "_legs", "_numbers", "_releases", "_rng", "_running"),
-        *("bootstraps", "metrics", "outbox", "pairs", "splitting", "transfer_times", "transfers"),
+        *("bootstraps", "metrics", "outbox", "pairs", "pulls", "splitting", "transfer_times"),
+        "transfers",
     )
 
     def __init__(self, metrics: Metrics, rng: Random, outbox: WriteQueue) -> None:
@@ -144,6 +146,7 @@ class Handoffs:
         self.bootstraps = BootstrapClient(outbox)
         self.splitting: dict[str, bool] = {}
         self.pairs: dict[tuple[str, str], PairFigures] = {}
+        self.pulls: dict[tuple[str, str], PairFigures] = {}
         self.transfers: dict[Transfer, float] = {}
         self.transfer_times = TransferTimes()
         self._legs: dict[tuple[str, str], Counter] = {}
@@ -168,7 +171,7 @@ class Handoffs:
         """Count a decision to split or not to split a request, by its reason."""
         counter = self._decisions.get(decision.reason)
         if counter is None:
-            labels = "whole" if decision.pair is None else "split", decision.reason
+            labels = _decision_label(decision), decision.reason
             counter = self.metrics.split_decisions_total.labels(*labels)
             self._decisions[decision.reason] = counter
         counter.value += 1.0
@@ -215,9 +218,10 @@ class Handoffs:
         """Drop the identity and the statistics of an endpoint that is no longer configured."""
         self.forget_identity(endpoint)
         self.transfer_times.forget_endpoint(endpoint)
-        self.pairs = {
-            names: figures for names, figures in self.pairs.items() if endpoint not in names
-        }
+        self.pairs, self.pulls = (
+            {names: figures for names, figures in known.items() if endpoint not in names}
+            for known in (self.pairs, self.pulls)
+        )
 
     def forget_identity(self, endpoint: str) -> None:
         """Drop the stored identity of a prefill engine after a failure, as a restart changes it."""
@@ -261,10 +265,10 @@ class Handoffs:
 
     def figures(self, pair: EndpointPair) -> PairFigures:
         """Return the statistics of KV transfers between two endpoints, creating them if needed."""
-        names = _names(pair)
-        figures = self.pairs.get(names)
+        names, known = _names(pair), self.pulls if pair.is_pull else self.pairs
+        figures = known.get(names)
         if figures is None:
-            figures = self.pairs[names] = PairFigures()
+            figures = known[names] = PairFigures()
         return figures
 
     def count_attempt(
@@ -284,20 +288,35 @@ class Handoffs:
         """
         if record.transport is not None:
             figures.transport = record.transport
-        if state is _FAILED:
+        if pair.is_pull:
+            self._count_pull(figures, state, record, relay)
+        elif state is _FAILED:
             figures.failed += 1
             self.metrics.split_pairs_total.labels(*_names(pair), "failed").inc()
         elif state is _DONE:
+            self._count_served(pair, figures)
+            _add_times(figures, record, relay)
+
+    def _count_served(self, pair: EndpointPair, figures: PairFigures) -> None:
+        figures.served += 1
+        if figures.counter is None:
+            labels = (*_names(pair), "served")
+            figures.counter = self.metrics.split_pairs_total.labels(*labels)
+        figures.counter.value += 1.0
+
+    def _count_pull(
+        self, figures: PairFigures, state: State, record: SplitRecord, relay: Relay | None
+    ) -> None:
+        began, done = record.prefill_sent_at, record.prefilled_at
+        if state is _DONE and record.pulled_tokens and began is not None and done is not None:
             figures.served += 1
-            if figures.counter is None:
-                labels = (*_names(pair), "served")
-                figures.counter = self.metrics.split_pairs_total.labels(*labels)
-            figures.counter.value += 1.0
-            began, done = record.prefill_sent_at, record.prefilled_at
-            if relay is None or began is None or done is None:
-                return
-            if relay.first_token_at is not None:
-                figures.add_times(done - began, max(0.0, relay.first_token_at - done))
+            self.metrics.pulls_total.labels("pulled").inc()
+            self.metrics.pulled_tokens_total.value += record.pulled_tokens
+            self.metrics.pull_seconds.observe(done - began)
+            _add_times(figures, record, relay)
+        elif state in (_DONE, _FAILED):
+            figures.failed += 1
+            self.metrics.pulls_total.labels("computed" if state is _DONE else "failed").inc()
 
     def close(self) -> None:
         """Close the connections of release requests and of queries to bootstrap servers."""
@@ -308,6 +327,20 @@ class Handoffs:
 
 def _names(pair: EndpointPair) -> tuple[str, str]:
     return pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name
+
+
+def _decision_label(decision: SplitDecision) -> str:
+    if decision.pair is None:
+        return "whole"
+    return "pull" if decision.pair.is_pull else "split"
+
+
+def _add_times(figures: PairFigures, record: SplitRecord, relay: Relay | None) -> None:
+    began, done = record.prefill_sent_at, record.prefilled_at
+    if relay is None or began is None or done is None:
+        return
+    if relay.first_token_at is not None:
+        figures.add_times(done - began, max(0.0, relay.first_token_at - done))
 
 
 def _update_mean(mean_s: float | None, newest_s: float) -> float:

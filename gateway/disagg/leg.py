@@ -96,6 +96,11 @@ class Leg(EagerTask):
         """Return whether this request has ended or is being closed; then it calls no callback."""
         return self._on_ended is None or self._is_leaving
 
+    @property
+    def is_leaving(self) -> bool:
+        """Return whether the answer may still arrive, although it is not needed any more."""
+        return self._is_leaving and self._on_ended is not None
+
     def close(self) -> None:
         """End the request and close its connection without calling `ended`; may be repeated."""
         if self._on_ended is not None:

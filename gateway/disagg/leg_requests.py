@@ -40,6 +40,7 @@ from gateway.protocol.upstream_error import UpstreamError
 from gateway.request_record import Exchange, SplitRecord
 from kvtransfer.dialects import (
     DecodeRequest,
+    Dialect,
     FinishedResponse,
     HandoffTerms,
     PrefillIdentity,
@@ -52,6 +53,7 @@ from kvtransfer.dialects import (
     known_members,
 )
 from policies.prefix.fingerprint import Fingerprint
+from policies.pricing.split_decision import EndpointPair
 from policies.routing_types import Endpoint, EngineKind, Request
 
 # A release request asks for one token, like a prefill request, whatever the client asked for: a
@@ -118,9 +120,20 @@ class SplitContext:
         self.fingerprint = fingerprint
 
 
-def one_token(request: Request) -> Request:
-    """Return a copy of the request for the prefill endpoint, which generates only one token."""
+def one_token(request: Request, pair: EndpointPair) -> Request:
+    """Return a copy of the request for the prefill endpoint, which generates only one token.
+
+    In a pull, its prompt is only the beginning that is fetched from there.
+    """
+    if pair.is_pull:
+        beginning = min(request.prompt_tokens, pair.decode.cached_tokens)
+        return replace(request, output_tokens=1, choices=1, prompt_tokens=beginning)
     return replace(request, output_tokens=1, choices=1)
+
+
+def attempt_dialect(split: SplitRoute, pair: EndpointPair) -> Dialect:
+    """Return the protocol of the handoff between two endpoints, which is another one for a pull."""
+    return (split.dialect.pulls or split.dialect) if pair.is_pull else split.dialect
 
 
 class LegRequests:
@@ -132,27 +145,36 @@ class LegRequests:
     terms          values that both requests contain, such as the request id, the prefill host, and
                    the prefill engine's identity, which may be learned later
     _resume_terms  how a broken stream could be continued; None if that would not be exact
+    _dialect       the handoff protocol of the attempt
+    _shortened     JSON members that shorten the prompt to the beginning that is pulled; b"" if the
+                   request is split
+    _header        response header line that names the prefill endpoint
     _cache_report  receives the prefill engine's count of cached tokens, which the client gets; None
                    if the client gets the decode engine's count
     """
 
     __slots__ = (
-        *("_cache_report", "_context", "_facts", "_lines", "_members", "_prefill", "_record"),
-        *("_resume_terms", "terms"),
+        *("_cache_report", "_context", "_dialect", "_header", "_lines", "_members", "_prefill"),
+        *("_record", "_resume_terms", "_shortened", "terms"),
     )
 
     def __init__(
-        self, context: SplitContext, record: SplitRecord, prefill: Endpoint, number: int
+        self, context: SplitContext, record: SplitRecord, pair: EndpointPair, number: int
     ) -> None:
+        prefill = pair.prefill.candidate.endpoint
         exchange, headers, call = context.exchange, context.client.headers, context.call
         split = context.split
         facts = split.facts[prefill.name]
-        self._context, self._record = context, record
-        self._prefill, self._facts = prefill.name, facts
+        self._context, self._record, self._prefill = context, record, prefill.name
+        self._dialect = dialect = attempt_dialect(split, pair)
+        self._shortened, self._header = b"", facts.header
+        if pair.is_pull:
+            self._shortened = dialect.truncate(pair.decode.cached_tokens)
+            self._header = b"x-penstock-pulled-from: %b\r\n" % prefill.name.encode()
         self._members = call.members
         self._cache_report: CachedTokensRewriter | Ledger | None = None
         self._resume_terms: ResumeTerms | None = None
-        if context.route.resume is not None and split.dialect.engine == EngineKind.VLLM:
+        if context.route.resume is not None and dialect.engine == EngineKind.VLLM:
             self._resume_terms = continuation_terms(call)
         # A copy of an earlier attempt may still run on an engine, so each attempt has an id of its
         # own.
@@ -186,9 +208,10 @@ class LegRequests:
         self.terms = replace(self.terms, identity=identity)
 
     def prefill(self, reservation: Reservation) -> tuple[bytes, bytes]:
-        return self._request(
-            reservation, self._context.split.dialect.prefill(self.terms), "prefill"
-        )
+        edits = self._dialect.prefill(self.terms)
+        if self._shortened:
+            edits = replace(edits, put=edits.put + self._shortened)
+        return self._request(reservation, edits, "prefill")
 
     def decode(
         self, reservation: Reservation, handover: DecodeRequest | None
@@ -218,8 +241,8 @@ class LegRequests:
         prefill engine's memory may already hold the KV of another request. Therefore the request
         has its own cache salt: no other request can use what the decode engine caches for it.
         """
-        edits, apart = handover.edits, self._context.split.dialect.cache_salt_member
-        put, drop = edits.put + _RELEASE, edits.drop | _OUTPUT_MEMBERS
+        edits, apart = handover.edits, self._dialect.cache_salt_member
+        put, drop = edits.put + _RELEASE + self._shortened, edits.drop | _OUTPUT_MEMBERS
         if apart is not None:
             put += encode_members({apart: b'"unread %d"' % self.terms.number})
             drop |= {apart}
@@ -232,6 +255,8 @@ class LegRequests:
         decode engine counts transferred tokens as cached, the relay replaces its count.
         """
         context = self._context
+        if handover is None and self._shortened:  # nothing was pulled
+            self._header = b""
         corrects = handover is not None and not handover.reports_own_cache
         self._cache_report = None
         context.exchange.ledger = None
@@ -248,7 +273,7 @@ class LegRequests:
             self._cache_report = ledger
             ledger.cached_tokens = self._record.cached_tokens
         served = self._context.route.resolve_name(endpoint)
-        headers = response_headers(exchange, client, endpoint.name) + self._facts.header
+        headers = response_headers(exchange, client, endpoint.name) + self._header
         return new_recorded_relay(exchange, call, client, headers, ledger, served)
 
     def _plain_relay(self, endpoint: Endpoint, holds_until_token: bool, corrects: bool) -> Relay:
@@ -263,7 +288,7 @@ class LegRequests:
         elif served != call.requested_model:
             renamer = ModelNameRewriter(served, call.requested_model)
         relay = Relay(
-            response_headers(exchange, client, endpoint.name) + self._facts.header,
+            response_headers(exchange, client, endpoint.name) + self._header,
             None,
             client.is_http_1_0,
             renamer,
@@ -299,7 +324,7 @@ class LegRequests:
         - an answer that already finishes the client's request
         - the reason why the prefill answer cannot be used
         """
-        dialect, record = self._context.split.dialect, self._record
+        dialect, record = self._dialect, self._record
         if isinstance(answer, UnusableResponse):
             return answer
         record.cached_tokens = answer.cached_tokens or 0

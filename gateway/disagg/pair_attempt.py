@@ -35,6 +35,7 @@ from kvtransfer.dialects import (
     UnusableResponse,
     parse_response,
 )
+from policies.pricing.pull_decision import patience_s
 from policies.pricing.split_decision import end_transfer
 from policies.routing_types import RoutingQuery
 
@@ -78,7 +79,9 @@ class PairAttempt(AttemptState):
         `query` is the policy's input with which the two endpoints were chosen.
         """
         self.begin()
-        self.exchange.on_reserved(self.context.route.pool_queue, query, self.pair.prefill)
+        pair = self.pair
+        computes = pair.decode if pair.is_pull else pair.prefill
+        self.exchange.on_reserved(self.context.route.pool_queue, query, computes)
         try:
             self.post(self._start())
             if self.state not in END_STATES:
@@ -93,6 +96,8 @@ class PairAttempt(AttemptState):
 
     def _start(self) -> Event:
         dialect, is_known = self.dialect, self.words.terms.identity is not None
+        if self.pair.is_pull:
+            return Event.START_PULL
         if dialect.order is _SEQUENTIAL:
             return _START_PREFILL
         if is_known:
@@ -152,6 +157,11 @@ class PairAttempt(AttemptState):
     def _start_transfer_timer(self) -> None:
         self.handoffs.transfers[self] = monotonic() + self.context.split.transfer_timeout_s
 
+    def _start_pull_timer(self) -> None:
+        now, split = monotonic(), self.context.split
+        limit_s = patience_s(self.pair, self.context.call.request.prompt_tokens, now)
+        self.handoffs.transfers[self] = now + min(limit_s, split.transfer_timeout_s)
+
     def _stop_transfer_timer(self) -> None:
         self.handoffs.transfers.pop(self, None)
 
@@ -209,6 +219,8 @@ class PairAttempt(AttemptState):
             self.problem = problem
             return Event.PREFILL_BROKE
         if self._refused is not None:
+            if self.pair.is_pull:  # the client gets an answer of the other endpoint
+                self._refused = None
             return Event.PREFILL_REFUSED
         return self._on_prefilled(relay)
 
@@ -287,7 +299,9 @@ class PairAttempt(AttemptState):
     def _send_whole(self) -> None:
         # The prefiller's cache is of no use: the decoder's count is right.
         self.record.cached_tokens = None
+        self.record.pulled_tokens = 0
         self.decode_reservation.on_recompute()
+        self._leave_prefill()
         if self.transfer is not None:
             self.transfer.cancel()
         self._decode_with(None)
@@ -322,7 +336,7 @@ class PairAttempt(AttemptState):
     def _kv_ready_at(self) -> float | None:
         # Return when the transfer could begin; None if that or its end cannot be known.
         prefilled_at = self.record.prefilled_at
-        if prefilled_at is None or not self.decode_reservation.entry.sees_first_token:
+        if prefilled_at is None or not self.decode_reservation.has_visible_first_token:
             return None
         return prefilled_at + self.context.split.splitter.rule.handoff_s
 
@@ -331,7 +345,9 @@ class PairAttempt(AttemptState):
         if self.state is not _RECOMPUTING:
             self.figures.add_transferred(self.pair, self.context.call.request.prompt_tokens)
             self._learn_transfer_time()
-        self.words.release()
+        # A late answer to a pull's first request needs the members to have its KV freed.
+        if self.prefill is None or not self.prefill.is_leaving:
+            self.words.release()
         self.post(_FIRST_TOKEN)
 
     def _on_decode_ended(self, leg: Leg, problem: UpstreamError | None) -> Event:
@@ -416,16 +432,24 @@ _DO: Mapping[Act, Do] = MappingProxyType(
 )
 
 
+_TIMERS: Mapping[State, Do] = MappingProxyType(
+    {
+        State.TRANSFERRING: PairAttempt._start_transfer_timer,
+        State.PULLING: PairAttempt._start_pull_timer,
+    }
+)
+
+
 def _due(before: State, row: Row) -> tuple[Do, ...]:
     # Return the actions that a row of the table requires, in order.
     #
-    # Where the transfer begins or ends, the start or stop of its timer is one of them.
+    # Where a pull or the transfer begins or ends, the start or stop of its timer is one of them.
     acts = tuple(_DO[act] for act in row.acts)
-    if before is row.state or State.TRANSFERRING not in (before, row.state):
+    if before is row.state:
         return acts
-    if row.state is State.TRANSFERRING:
-        return (PairAttempt._start_transfer_timer, *acts)
-    return (PairAttempt._stop_transfer_timer, *acts)
+    if row.state in _TIMERS:
+        return (_TIMERS[row.state], *acts)
+    return (PairAttempt._stop_transfer_timer, *acts) if before in _TIMERS else acts
 
 
 # The table by state, with everything looked up once: the next state, the end of a leg that the

@@ -17,6 +17,7 @@ from kvtransfer import dialects
 from kvtransfer.dialects import BootstrapAddress, Dialect, Prerequisite
 from policies.filters import applicable
 from policies.policy_types import Policy
+from policies.pricing.pull_decision import PullPricer
 from policies.pricing.split_decision import (
     PairGroup,
     SplitPools,
@@ -52,6 +53,8 @@ class SplitRoute(msgspec.Struct, frozen=True):
                         endpoints for whole ones
     facts               configured facts of each prefill endpoint, by its name
     transfer_timeout_s  maximum seconds that the KV transfer of a request may take
+    pull_pricer         decides whether an endpoint first fetches the cached beginning of a prompt;
+                        None: never
     """
 
     dialect: Dialect
@@ -59,6 +62,7 @@ class SplitRoute(msgspec.Struct, frozen=True):
     pools: SplitPools
     facts: Mapping[str, PrefillFacts]
     transfer_timeout_s: float
+    pull_pricer: PullPricer | None = None
 
 
 def serving_whole(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -81,16 +85,25 @@ def split_route(model: Model, policy: Policy, candidates: Sequence[Candidate]) -
     if not groups:
         return None
     rule = SplitRule(model.split.threshold_tokens, model.split.hysteresis)
+    splitter = _with_applicable_filters(build_splitter(rule, policy), candidates)
     return SplitRoute(
         dialect,
-        _with_applicable_filters(build_splitter(rule, policy), candidates),
+        splitter,
         SplitPools(
             groups,
             tuple(candidate for candidate in candidates if _serves_alone(dialect, candidate)),
         ),
         {prefill.endpoint.name: _facts(prefill) for group in groups for prefill in group.prefills},
         model.split.transfer_timeout,
+        _pull_pricer(splitter, dialect) if model.split.pull else None,
     )
+
+
+def _pull_pricer(splitter: Splitter, dialect: Dialect) -> PullPricer | None:
+    policy = splitter.prefill
+    if dialect.pulls is None or policy.phase_prices is None:
+        return None
+    return PullPricer(policy, splitter.rule, by_request=True)
 
 
 def _with_applicable_filters(splitter: Splitter, candidates: Sequence[Candidate]) -> Splitter:

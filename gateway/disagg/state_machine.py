@@ -26,6 +26,8 @@ class State(_Word):
     RESERVED = "reserved"  # capacity is reserved at P and D; nothing was sent
     QUERYING = "querying"  # P's bootstrap server was asked for P's identity
     PREFILLING = "prefilling"  # P computes; D has received nothing
+    # P was asked for the KV of the prompt's beginning, which it has cached; D has received nothing.
+    PULLING = "pulling"
     PAIRED = "paired"  # P and D have the request; D waits for P's KV
     # P holds the KV under its lease; the decode request is not sent yet.
     HANDED_OVER = "handed_over"
@@ -46,6 +48,7 @@ class Event(_Word):
     START_PREFILL = (
         "sequential dialect, or the first request to a prefill endpoint of unknown identity"
     )
+    START_PULL = "D is to fetch the beginning of the prompt from P, and to compute the rest"
     START_BOTH = "concurrent dialect"
     START_QUERY = "concurrent dialect, and the bootstrap server was not asked yet"
     KNOWN = "the bootstrap server has identified P"
@@ -116,6 +119,7 @@ class Deadline(StrEnum):
     FIRST_BYTE  the periodic check of all connections
     STALL       the periodic check of all connections
     TRANSFER    the periodic check of all KV transfers
+    PULL        the periodic check of all KV transfers
     BOOTSTRAP   the query of the bootstrap server
     """
 
@@ -124,6 +128,7 @@ class Deadline(StrEnum):
     CONNECT = "timeouts.connect"
     FIRST_BYTE = "timeouts.first_byte"
     TRANSFER = "split.transfer_timeout"
+    PULL = "the time in which D is expected to answer without a pull"
     STALL = "timeouts.stall"
 
 
@@ -139,6 +144,7 @@ LIVE_STATES: Mapping[State, tuple[Owner, Deadline]] = MappingProxyType(
         State.RESERVED: (Owner.REQUEST, Deadline.TURN),
         State.QUERYING: (Owner.REQUEST, Deadline.BOOTSTRAP),
         State.PREFILLING: (Owner.PREFILL, Deadline.FIRST_BYTE),
+        State.PULLING: (Owner.PREFILL, Deadline.PULL),
         State.PAIRED: (Owner.BOTH, Deadline.FIRST_BYTE),
         State.HANDED_OVER: (Owner.DECODE, Deadline.CONNECT),
         State.TRANSFERRING: (Owner.DECODE, Deadline.TRANSFER),
@@ -168,6 +174,7 @@ LEG_ENDS: Mapping[Event, tuple[str, str]] = MappingProxyType(
 TABLE: Mapping[tuple[State, Event], Row] = MappingProxyType(
     {
         (State.RESERVED, Event.START_PREFILL): Row(State.PREFILLING, (Act.SEND_PREFILL,)),
+        (State.RESERVED, Event.START_PULL): Row(State.PULLING, (Act.SEND_PREFILL,)),
         (State.RESERVED, Event.START_BOTH): Row(State.PAIRED, (Act.SEND_DECODE, Act.SEND_PREFILL)),
         (State.RESERVED, Event.START_QUERY): Row(State.QUERYING, (Act.QUERY_BOOTSTRAP,)),
         (State.QUERYING, Event.KNOWN): Row(State.PAIRED, (Act.SEND_DECODE, Act.SEND_PREFILL)),
@@ -180,6 +187,17 @@ TABLE: Mapping[tuple[State, Event], Row] = MappingProxyType(
         (State.PREFILLING, Event.PREFILL_REFUSED): Row(State.DONE, (Act.PASS_ON,)),
         (State.PREFILLING, Event.PREFILL_BROKE): Row(State.FAILED, (Act.BLAME_PREFILL,)),
         (State.PREFILLING, Event.CLIENT_GONE): Row(State.GONE, (Act.ABORT_PREFILL,)),
+        # a pull: D computes the prompt if anything fails
+        (State.PULLING, Event.PREFILLED): Row(State.HANDED_OVER, (Act.SEND_DECODE,)),
+        (State.PULLING, Event.UNUSABLE): Row(State.RECOMPUTING, (Act.SEND_WHOLE,)),
+        (State.PULLING, Event.PREFILL_REFUSED): Row(State.RECOMPUTING, (Act.SEND_WHOLE,)),
+        (State.PULLING, Event.PREFILL_BROKE): Row(
+            State.RECOMPUTING, (Act.BLAME_PREFILL, Act.SEND_WHOLE)
+        ),
+        (State.PULLING, Event.OVERDUE): Row(
+            State.RECOMPUTING, (Act.ABORT_PREFILL, Act.CLOSE_PREFILL, Act.SEND_WHOLE)
+        ),
+        (State.PULLING, Event.CLIENT_GONE): Row(State.GONE, (Act.ABORT_PREFILL,)),
         (State.HANDED_OVER, Event.SENT): Row(State.TRANSFERRING),
         (State.HANDED_OVER, Event.UNREACHED): Row(
             State.HANDED_OVER, (Act.BLAME_DECODE, Act.OTHER_DECODE)

@@ -23,7 +23,7 @@ from gateway.fleet.engine_metrics import UNKNOWN_PROGRESS, ScrapedLoad
 from gateway.fleet.kv_events.event_verification import CacheExpectation
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.prefix_cache_view import PrefixCacheView
-from gateway.fleet.reservation import DecodeReservation, Reservation
+from gateway.fleet.reservation import DecodeReservation, PullReservation, Reservation
 from gateway.fleet.speed_monitor import SpeedMonitor, describe_slowness, find_healthy_peer
 from gateway.fleet.speed_recovery import accept_returned
 from gateway.fleet.updates_for_peers import OutgoingUpdates
@@ -263,10 +263,19 @@ class EndpointTable:
         return reservation
 
     def reserve_decode(
-        self, pick: Pick, request: Request, fingerprint: Fingerprint | None
+        self,
+        pick: Pick,
+        request: Request,
+        fingerprint: Fingerprint | None,
+        pulled_tokens: int = 0,
     ) -> DecodeReservation:
-        """Reserve capacity for decoding a prompt that another endpoint prefills."""
+        """Reserve capacity for decoding a prompt that another endpoint prefills.
+
+        If `pulled_tokens` is not 0, only so many tokens of its beginning come from there.
+        """
         live = self._by_slot[pick.candidate.load.slot]
+        if pulled_tokens:
+            return PullReservation(self, live, pick, request, fingerprint, pulled_tokens)
         return DecodeReservation(self, live, pick, request, fingerprint)
 
     # Health events

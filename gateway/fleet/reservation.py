@@ -126,10 +126,15 @@ class Reservation:
             return
         self.live.answers_whole = is_whole
         if is_whole and self.request.output_tokens > 1:
-            self._sees_first_token = self.entry.sees_first_token = False
-            if self._awaited:
-                self.live.speed.on_dropped(self._awaited, monotonic())
-                self._awaited = 0
+            self._sees_first_token = False
+            self.leave_untimed()
+
+    def leave_untimed(self) -> None:
+        """Do not let the time of the first token say anything about the endpoint's speed."""
+        self.entry.sees_first_token = False
+        if self._awaited:
+            self.live.speed.on_dropped(self._awaited, monotonic())
+            self._awaited = 0
 
     def on_first_token(self) -> None:
         """Record that the prompt is computed: it leaves the endpoint's backlog and becomes context.
@@ -159,6 +164,11 @@ class Reservation:
     def is_behind(self) -> bool:
         """Return whether this prompt must wait for the engine's current prefill step to end."""
         return self._awaited > 0 and self.live.speed.is_behind(self._reserved_at)
+
+    @property
+    def has_visible_first_token(self) -> bool:
+        """Return whether the gateway can observe when the first token is generated."""
+        return self._sees_first_token
 
     @property
     def is_ejected_as_slow(self) -> bool:
@@ -275,3 +285,36 @@ class DecodeReservation(Reservation):
         slot = self.live.load.slot
         self._cached_before = cached[slot] if slot < len(cached) else 0
         prefixes.learn_sent(fingerprint, self.live, prompt_tokens)
+
+
+class PullReservation(DecodeReservation):
+    """Capacity reserved at an endpoint that fetches a prompt's beginning and computes the rest.
+
+    The rest joins the endpoint's backlog when the KV is on its way. The time of the first token
+    says little about the endpoint's speed, because it includes the fetch.
+    """
+
+    __slots__ = ("_pulled_tokens",)
+
+    def __init__(
+        self,
+        table: EvidenceSink,
+        live: LiveEndpoint,
+        pick: Pick,
+        request: Request,
+        fingerprint: Fingerprint | None,
+        pulled_tokens: int,
+    ) -> None:
+        super().__init__(table, live, pick, request, fingerprint)
+        self._pulled_tokens = pulled_tokens
+
+    def on_handed_over(self) -> None:
+        """Record that the beginning is being transferred, and that the rest is to be computed."""
+        self.leave_untimed()
+        self.entry.recompute_prompt(monotonic())
+
+    def on_recompute(self) -> None:
+        """Add the whole prompt to the endpoint's backlog: the beginning was not fetched."""
+        entry = self.entry
+        entry.cached_tokens = max(0, entry.cached_tokens - self._pulled_tokens)
+        super().on_recompute()

@@ -461,8 +461,8 @@ class Metrics:
     def _split(self, factory: FamilyFactory) -> None:
         self.split_decisions_total: MetricFamily[Counter] = factory.counter(
             "penstock_split_decisions_total",
-            "Attempts to serve requests of models with a split, by decision (split, whole) and "
-            "its reason.",
+            "Attempts to serve requests of models with a split, by decision (split, whole, pull) "
+            "and its reason.",
             *(DECISION, REASON),
         )
         self.split_legs_total: MetricFamily[Counter] = factory.counter(
@@ -498,6 +498,25 @@ class Metrics:
             "served, failed.",
             *(PREFILL, DECODE, RESULT),
         )
+        self._pulls(factory)
+
+    def _pulls(self, factory: FamilyFactory) -> None:
+        self.pulls_total: MetricFamily[Counter] = factory.counter(
+            "penstock_pulls_total",
+            "Requests whose endpoint was to fetch the cached beginning of the prompt from another "
+            "one, by result: pulled, computed (the endpoint computed the prompt), failed.",
+            RESULT,
+        )
+        self.pulled_tokens_total: Counter = factory.counter(
+            "penstock_pulled_tokens_total",
+            "Prompt tokens whose KV an endpoint fetched from another one in place of computing "
+            "them, as estimated by the gateway.",
+        ).labels()
+        self.pull_seconds: Histogram = factory.histogram(
+            "penstock_pull_seconds",
+            "Seconds until the endpoint that has the beginning of a prompt has offered its KV.",
+            TTFT_BUCKETS_S,
+        ).labels()
 
     def _shared(self, factory: FamilyFactory) -> None:
         self.shared_up: Gauge = factory.gauge(

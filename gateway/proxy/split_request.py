@@ -1,7 +1,8 @@
 """The attempts of a request that may be split: asks the policy, then uses a pair or one endpoint.
 
-policies/pricing/split_decision.py decides for every attempt. If it splits the request,
-gateway/disagg/pair_attempt.py performs the attempt.
+policies/pricing/split_decision.py decides for every attempt, and policies/pricing/pull_decision.py
+whether the endpoint first fetches the cached beginning of the prompt from another one. If two
+endpoints take part, gateway/disagg/pair_attempt.py performs the attempt.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import monotonic
 
+from gateway.disagg.failure_actions import KV_FAILURES
 from gateway.disagg.leg_requests import SplitContext
 from gateway.disagg.pair_attempt import PairAttempt
 from gateway.disagg.pairing import SplitRoute
 from gateway.http.client_interface import Client
 from gateway.protocol.request.api_call import Call
-from gateway.protocol.request.split_eligibility import split_shape, unsplittable_error
+from gateway.protocol.request.split_eligibility import (
+    can_be_pulled,
+    split_shape,
+    unsplittable_error,
+)
 from gateway.protocol.response.relay import UpstreamError
 from gateway.proxy.attempt_loop import AttemptPlan
 from gateway.proxy.final_errors import no_endpoint_error
@@ -23,6 +29,7 @@ from gateway.proxy.whole_request import WholePlan, pick_longest
 from gateway.request_record import Exchange, SplitRecord
 from gateway.routes_and_snapshot import Gateway, Route
 from policies import routing_algorithm
+from policies.pricing.pull_decision import cheaper_pull
 from policies.pricing.split_decision import EndpointPair, SplitDecision, SplitReason
 from policies.routing_types import Pick, RoutingQuery
 
@@ -90,7 +97,12 @@ class SplitPlan:
             return SplitDecision(None, SplitReason.RECOMPUTE, mode)
         shape = split_shape(context.call)
         splitter, transfers = context.split.splitter, handoffs.transfer_times
-        return splitter.decide(pools, query, shape, mode, transfers)
+        decision = splitter.decide(pools, query, shape, mode, transfers)
+        pricer = context.split.pull_pricer
+        # A retry computes the prompt: a pull has failed, or endpoints are missing.
+        if pricer is None or query.failed_endpoints or not can_be_pulled(context.call):
+            return decision
+        return cheaper_pull(pricer, decision, pools, query, transfers)
 
     def _pick_alone(self, query: RoutingQuery) -> Pick | None:
         # Pick one endpoint for the whole request, or return None.
@@ -109,13 +121,17 @@ class SplitPlan:
         record, exchange = self._note_decision(), self.exchange
         if isinstance(choice, EndpointPair):
             exchange.pick, exchange.picked_at = choice.decode, monotonic()
-            record.prefill = choice.prefill.candidate.endpoint.name
+            name = choice.prefill.candidate.endpoint.name
+            if choice.is_pull:
+                record.pulled_from, record.pulled_tokens = name, choice.pulled_tokens
+            else:
+                record.prefill = name
             record.dialect = self._context.split.dialect.name
             with PairAttempt(self._context, choice, record) as pair:
                 problem = await pair.run(self._query)
             self._recompute = pair.recompute
             if problem is not None:
-                exchange.retries += pair.suspects
+                exchange.retries += await self._suspects(choice, pair.suspects, problem)
             return problem
         self._whole.query = self._query
         problem = await self._whole.attempt(choice)
@@ -124,6 +140,21 @@ class SplitPlan:
         if problem is not None:
             exchange.retries.append(choice.candidate.endpoint.name)
         return problem
+
+    async def _suspects(
+        self, pair: EndpointPair, suspects: list[str], problem: UpstreamError
+    ) -> list[str]:
+        # Return the names of the endpoints that the next attempt should not use.
+        #
+        # Both endpoints of a pull can serve the request alone. If the one that answers could not
+        # load the KV, it is well and the source may be the cause; if it is dead, the source is
+        # needed.
+        if not pair.is_pull or problem.kind not in KV_FAILURES:
+            return suspects
+        answers = pair.decode.candidate
+        if await self.gateway.endpoints.check_health(answers):
+            return suspects
+        return [answers.endpoint.name]
 
     def _note_decision(self) -> SplitRecord:
         # Count the decision whether to split, and return a new record of it.

@@ -83,6 +83,8 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     prefilled_us: int | None = None
     decode_sent_us: int | None = None
     handoff_us: int | None = None
+    pulled_from: str = ""
+    pulled_tokens: int = 0
     requested_model: str = ""
     proxy_request_id: str = ""
     blocks: msgspec.Raw = NO_BLOCKS
@@ -238,6 +240,7 @@ def _fill_call_fields(line: AccessLine, exchange: Exchange, call: Call) -> None:
 def _fill_split_fields(line: AccessLine, split: SplitRecord, relay: Relay, start: float) -> None:
     line.split_reason, line.prefill = split.reason, split.prefill
     line.dialect, line.transport = split.dialect, split.transport
+    line.pulled_from, line.pulled_tokens = split.pulled_from, split.pulled_tokens
     prefilled, handed_over = split.prefilled_at, split.handed_over_at
     line.prefilled_us = _microseconds(prefilled, start)
     line.decode_sent_us = _microseconds(handed_over, start)

@@ -311,7 +311,7 @@ class Accounting:
         # The stages are the wait, the prefill, the KV transfer and the first decoded token.
         prefilled = split.prefilled_at
         first_byte, first_token_at = relay.first_byte_at, relay.first_token_at
-        if split.prefill_sent_at is None or prefilled is None:
+        if split.prefill_sent_at is None or prefilled is None or split.pulled_from:
             return
         if first_byte is None or first_token_at is None:
             return

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from gateway.request_record import Exchange
+from gateway.request_record import Exchange, SplitRecord
 from policies.load_snapshot import LoadSnapshot
 from policies.policy_types import Policy, PriceTermsFunction
 from policies.routing_types import Candidate, Pick, RoutingQuery
@@ -96,7 +96,6 @@ def as_json(exchange: Exchange) -> dict[str, object]:
 
     It has the candidates, their scores and the outcome.
     """
-    split = exchange.split
     return {
         "id": exchange.id,
         "trace_id": None if exchange.trace is None else exchange.trace.trace_id,
@@ -111,10 +110,27 @@ def as_json(exchange: Exchange) -> dict[str, object]:
         "admission": _admission(exchange),
         "pick": None if exchange.pick is None else _pick(exchange, exchange.pick),
         "retries": exchange.retries,
-        "split": None if split is None else {"reason": split.reason, "prefill": split.prefill},
+        "split": _split(exchange.split),
+        "pull": _pull(exchange.split),
         "predicted": {"ttft_s": exchange.predicted_ttft_s, "tpot_s": exchange.predicted_tpot_s},
         "actual": {"ttft_s": exchange.ttft_s, "tpot_s": exchange.tpot_s},
         "slo_outcome": exchange.slo_outcome or None,
+    }
+
+
+def _split(split: SplitRecord | None) -> dict[str, object] | None:
+    return None if split is None else {"reason": split.reason, "prefill": split.prefill}
+
+
+def _pull(split: SplitRecord | None) -> dict[str, object] | None:
+    # The seconds are those until the source has offered its KV; None: it has not.
+    if split is None or not split.pulled_from:
+        return None
+    began, done = split.prefill_sent_at, split.prefilled_at
+    return {
+        "source": split.pulled_from,
+        "tokens": split.pulled_tokens,
+        "offered_s": None if began is None or done is None else done - began,
     }
 
 

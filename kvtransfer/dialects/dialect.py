@@ -171,6 +171,10 @@ class Dialect(msgspec.Struct, frozen=True):
                         response, or in the answer of a bootstrap server
     check               function for the order CONCURRENT. It returns why a prefill response shows
                         that its KV is not kept for the decode engine, or None if it is kept
+    pulls               the dialect by which the KV of a prompt's beginning is handed over, to an
+                        engine that computes the rest; None: engines take only whole prompts
+    truncate            function that returns the JSON members that shorten the prompt of a request
+                        to its first tokens; it is used with the dialect `pulls`
     """
 
     name: str
@@ -188,6 +192,8 @@ class Dialect(msgspec.Struct, frozen=True):
     standalone_members: Mapping[str, str | int] = {}
     identify: Callable[[bytes], tuple[PrefillIdentity, ...]] = lambda _: ()
     check: Callable[[PrefillResponse], UnusableResponse | None] = lambda _: None
+    pulls: Dialect | None = None
+    truncate: Callable[[int], bytes] = lambda _: b""
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]

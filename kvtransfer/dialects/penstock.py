@@ -7,6 +7,10 @@ prompt (docs/vllm-connector.md).
 The decode request must contain the prefill engine's card, a text with its addresses and KV layout.
 The gateway takes the card from the engine's first response. Until then it sends the two requests
 one after the other. It forgets the card if a request fails, because a restart changes it.
+
+The KV of a prompt's beginning is handed over in the form of NixlConnector, one request after the
+other: PULLS. The first request has the same prompt, which its engine shortens. The decode engine
+checks that the handoff is for a beginning of its own prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvtransfer.dialects import engine_identity
+from kvtransfer.dialects import engine_identity, vllm_nixl
 from kvtransfer.dialects.dialect import (
     DecodeRequest,
     Dialect,
@@ -92,9 +96,36 @@ def _identity(answer: PrefillResponse) -> PrefillIdentity | None:
     return PrefillIdentity(engine, tp_size=params.tp_size, card=card)
 
 
+def decode_pull(
+    terms: HandoffTerms, answer: PrefillResponse | None
+) -> DecodeRequest | UnusableResponse:
+    """Return the decode request with the KV of the prompt's beginning.
+
+    Only PenstockConnector takes such a handoff: NixlConnector would expect the whole prompt.
+    """
+    if answer is None or b'"kv_handoff"' not in bytes(answer.handoff):
+        return UnusableResponse("the response has no kv_handoff, so that its KV cannot be pulled")
+    return vllm_nixl.decode(terms, answer)
+
+
+def truncate(tokens: int) -> bytes:
+    """Return the members by which vLLM keeps the first tokens of a prompt."""
+    return encode_members({"truncate_prompt_tokens": b"%d" % tokens, "truncation_side": b'"right"'})
+
+
 identify, check = (
     partial(engine_identity.identify, _identity),
     partial(engine_identity.check, _identity),
+)
+
+PULLS = Dialect(
+    "penstock",
+    "vllm",
+    LegOrder.SEQUENTIAL,
+    vllm_nixl.prefill,
+    decode_pull,
+    cache_salt_member="cache_salt",
+    truncate=truncate,
 )
 
 PENSTOCK = Dialect(
@@ -106,4 +137,5 @@ PENSTOCK = Dialect(
     needs=Prerequisite.FIRST_ANSWER,
     identify=identify,
     check=check,
+    pulls=PULLS,
 )

@@ -266,7 +266,7 @@ class KvHandoff:
         try:
             outcome = await self._fetch_and_wait(job, leg)
             if outcome.has_landed:
-                await self._link.transfer(job.prompt_tokens - job.cached)
+                await self._link.transfer(_offered_tokens(job, leg) - job.cached)
             else:
                 self._directory.forget(leg)
             self.stats.count_received(outcome, asyncio.get_running_loop().time() - started_s)
@@ -280,7 +280,7 @@ class KvHandoff:
         # Continue a job whose transfer ended; if it failed, recompute the KV or fail the job.
         if outcome.has_landed:
             self._owner.scheduler.on_landed(
-                job, job.prompt_tokens - 1 if leg.cached is None else leg.cached
+                job, leg.loadable_tokens(job.prompt_tokens) if leg.cached is None else leg.cached
             )
         elif self._recompute:
             self._owner.scheduler.recompute(job)
@@ -304,7 +304,7 @@ class KvHandoff:
             address,
             leg.name,
             job.blocks,
-            job.prompt_tokens,
+            _offered_tokens(job, leg),
             ticket=leg.ticket,
             skip_tokens=job.cached,
             timeout_s=leg.wait_s,
@@ -342,6 +342,10 @@ class KvHandoff:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _offered_tokens(job: Job, leg: DecodeLeg) -> int:
+    return job.prompt_tokens if leg.tokens is None else min(leg.tokens, job.prompt_tokens)
 
 
 def unreachable_outcome(detail: str) -> TransferOutcome:

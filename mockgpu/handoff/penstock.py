@@ -5,8 +5,11 @@
   router must know the card in advance.
 - The decode engine waits until the prefill engine has sent the KV.
 
-The card is plain text here, and a permission to fetch is not bound to one prompt. Source:
-kvtransfer/engines/vllm.
+A prefill request without `kv_transfer` is answered like one of NixlConnector, with one field more:
+`kv_handoff`. A decode request with it fetches the KV of its prompt, or of its beginning.
+
+The card and the handoff are plain text here, and a permission to fetch is not bound to one prompt.
+Source: kvtransfer/engines/vllm.
 """
 
 from __future__ import annotations
@@ -14,8 +17,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from mockgpu.handoff.interfaces import EngineIdentity
-from mockgpu.handoff.vllm_nixl import FIELD, checked_object, given_prompt
+from mockgpu.handoff.vllm_nixl import (
+    FIELD,
+    build_object,
+    checked_object,
+    given_prompt,
+    prefill_leg,
+)
 from mockgpu.request_parser import (
     NO_LEG,
     MalformedHandoffError,
@@ -26,6 +37,9 @@ from mockgpu.request_parser import (
 from mockgpu.split_legs import AgentPeer, DecodeLeg, OfferedKv, PrefillLeg
 
 WAIT_S = 30.0
+HANDOFF = "kv_handoff"
+
+_decode_handoff = msgspec.json.Decoder(tuple[str, str, int, str]).decode
 
 
 class PenstockDialect:
@@ -47,16 +61,17 @@ class PenstockDialect:
             return NO_LEG
         transfer = params.get("kv_transfer")
         if params.get("do_remote_decode"):
-            return ParsedHandoff(
-                PrefillLeg(str(transfer or request_id), identity.lease_s, is_public=True)
-            )
+            leg = PrefillLeg(str(transfer), identity.lease_s, is_public=True)
+            return ParsedHandoff(leg if transfer else prefill_leg(request_id, identity))
         if not params.get("do_remote_prefill"):
             return NO_LEG
+        if HANDOFF in params:
+            return ParsedHandoff(_given_leg(params[HANDOFF], identity), given_prompt(params, body))
         _, separator, address = str(params.get("kv_engine")).partition("@")
         if not separator or not transfer:
             raise MalformedHandoffError(f"{FIELD}.kv_engine must have the form ID@ADDRESS")
-        leg = DecodeLeg(str(transfer), AgentPeer(address), identity.wait_s)
-        return ParsedHandoff(leg, given_prompt(params, body))
+        fetch = DecodeLeg(str(transfer), AgentPeer(address), identity.wait_s)
+        return ParsedHandoff(fetch, given_prompt(params, body))
 
     def response_members(
         self,
@@ -72,6 +87,8 @@ class PenstockDialect:
         """
         if offered is None:
             return {FIELD: None}
+        if not leg.is_public:
+            return {FIELD: _handoff_object(offered, identity)}
         card = f"{identity.engine_id}@{identity.address}"
         return {
             FIELD: {
@@ -92,3 +109,18 @@ class PenstockDialect:
     ) -> dict[str, Any]:
         """Return no fields: vLLM's handoff object is at the top level of the response."""
         return {}
+
+
+def _handoff_object(offered: OfferedKv, identity: EngineIdentity) -> dict[str, Any]:
+    handoff = [offered.name, offered.ticket, offered.tokens, identity.address]
+    params = build_object(offered, identity, "pull")
+    return params | {HANDOFF: msgspec.json.encode(handoff).decode()}
+
+
+def _given_leg(handoff: object, identity: EngineIdentity) -> DecodeLeg:
+    # Return the leg of a decode request that fetches the KV of its prompt, or of its beginning.
+    try:
+        name, ticket, tokens, address = _decode_handoff(str(handoff))
+    except msgspec.DecodeError as error:
+        raise MalformedHandoffError(f"{FIELD}.{HANDOFF}: {error}") from None
+    return DecodeLeg(name, AgentPeer(address), identity.wait_s, ticket=ticket, tokens=tokens)

@@ -23,9 +23,9 @@ class PullSim:
 
     def __init__(self, fleet: FleetPort, policy: Policy, spec: FleetSpec) -> None:
         self._fleet = fleet
-        transfers = TransferTimes() if spec.pulls else None
+        self._transfers = TransferTimes() if spec.pulls else None
         store = max(group.store_times for group in fleet.groups)
-        self._pricer = PullPricer(policy, spec.split, transfers, store)
+        self._pricer = PullPricer(policy, spec.split, store)
         self._in_memory, self._in_all = PrefixIndex(INDEX_BYTES), PrefixIndex(INDEX_BYTES)
         for group in fleet.groups:
             memory, disk = group.stored_tokens
@@ -44,13 +44,8 @@ class PullSim:
         self.withdraw(inflight)
         front = self._fleet.gateway
         began = front.clock()
-        stored, prompt = NOTHING_STORED, inflight.request.prompt_tokens
-        if inflight.fingerprint is not None:
-            stored = StoredTokens(
-                self._in_memory.match(inflight.fingerprint, prompt),
-                self._in_all.match(inflight.fingerprint, prompt),
-            )
-        pull = self._pricer.decide(query, candidates, whole, stored)
+        stored = self._stored(inflight)
+        pull = self._pricer.decide(query, candidates, whole.score, self._transfers, stored)
         front.pick_s += front.clock() - began
         if pull is None:
             return whole
@@ -58,8 +53,15 @@ class PullSim:
         if pull.is_remote:
             inflight.pulled_from = self._fleet.groups[pull.source.load.slot]
             inflight.record.pulled_from = inflight.pulled_from.name
-        inflight.transfer = self._pricer.begin(pull, now)
+        inflight.transfer = self._pricer.begin(pull, self._transfers, now)
         return pull.pick
+
+    def _stored(self, inflight: InflightRequest) -> StoredTokens:
+        fingerprint, prompt = inflight.fingerprint, inflight.request.prompt_tokens
+        if fingerprint is None:
+            return NOTHING_STORED
+        indexes = self._in_memory, self._in_all
+        return StoredTokens(*(index.match(fingerprint, prompt) for index in indexes))
 
     def on_first_token(self, now: float, inflight: InflightRequest) -> None:
         """Learn from the first token of a pulled prompt how long the transfer took."""
@@ -71,8 +73,8 @@ class PullSim:
             return
         # Until its KV has arrived, the engine would compute the same prefix for other requests.
         self._fleet.gateway.learn(inflight.fingerprint, pull.pick, prompt)
-        if transfer is not None:
-            self._pricer.end(pull, transfer, inflight.sent_s, now)
+        if transfer is not None and self._transfers is not None:
+            self._pricer.end(pull, self._transfers, transfer, inflight.sent_s, now)
             inflight.transfer = None
 
     def withdraw(self, inflight: InflightRequest) -> None:

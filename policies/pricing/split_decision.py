@@ -51,6 +51,8 @@ class SplitReason(StrEnum):
     NO_SINGLE_ENDPOINT = "no_single_endpoint"  # split: no endpoint can serve the whole request
     PAIR_CHEAPER = "pair_cheaper"  # split: the pair costs less than any single endpoint
     WHOLE_CHEAPER = "whole_cheaper"  # not split: a single endpoint costs less
+    # Not split: an endpoint that first fetches the prompt's cached beginning costs less.
+    PULL_CHEAPER = "pull_cheaper"
     SHORT = "short"
     CACHED = "cached"
     ONE_TOKEN = "one_token"  # noqa: S105
@@ -142,13 +144,26 @@ class SplitPools(msgspec.Struct, frozen=True):
 class EndpointPair(msgspec.Struct, frozen=True):
     """The two endpoints of a split request: one computes the prompt, a different one decodes.
 
+    In a pull, the first one only hands over the beginning of the prompt that it has cached, and the
+    second one computes the rest. Then the cached tokens of `decode` include those fetched.
+
     decode_wait_s  expected seconds at the decoder from the end of the transfer to the first token;
                    None where the pair was not chosen by price
+    pulled_tokens  number of prompt tokens whose KV is fetched in a pull; 0: the request is split
     """
 
     prefill: Pick
     decode: Pick
     decode_wait_s: float | None = None
+    pulled_tokens: int = 0
+
+    @property
+    def is_pull(self) -> bool:
+        return self.pulled_tokens > 0
+
+    def moved_tokens(self, prompt_tokens: int) -> int:
+        """Return the number of tokens whose KV is sent, of a prompt of `prompt_tokens` tokens."""
+        return self.pulled_tokens or prompt_tokens - self.decode.cached_tokens
 
 
 class SplitDecision(msgspec.Struct, frozen=True):
@@ -157,11 +172,13 @@ class SplitDecision(msgspec.Struct, frozen=True):
     pair       the two endpoints; None: one endpoint serves the whole request
     reason     why it was split or not
     splitting  whether the rule is now in the mode of splitting; pass it to the next decision
+    score      the price of the choice, negative; None where there is no choice, or no price
     """
 
     pair: EndpointPair | None
     reason: SplitReason
     splitting: bool
+    score: float | None = None
 
 
 def build_splitter(rule: SplitRule, policy: Policy) -> Splitter:
@@ -265,8 +282,7 @@ def begin_transfer(
     if pair.decode_wait_s is None:
         return None
     names = pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name
-    moved = prompt_tokens - pair.decode.cached_tokens
-    return transfers.begin(names, moved, rule.kv_token_s, now)
+    return transfers.begin(names, pair.moved_tokens(prompt_tokens), rule.kv_token_s, now)
 
 
 def end_transfer(transfer: PendingTransfer, pair: EndpointPair, first_token_at: float) -> None:
@@ -403,17 +419,19 @@ class PricedSplitter(Splitter, frozen=True):
             return SplitDecision(None, why, splitting)
         whole = routing_algorithm.pick(self.prefill, query, pools.alone)
         if whole is not None and shape.max_tokens is not None and shape.max_tokens <= 1:
-            return SplitDecision(None, SplitReason.ONE_TOKEN, splitting)
+            return SplitDecision(None, SplitReason.ONE_TOKEN, splitting, whole.score)
         pair = self.choose_pair(pools, query, transfers)
         if pair is None:
-            return SplitDecision(None, SplitReason.NO_PAIR, splitting)
+            score = None if whole is None else whole.score
+            return SplitDecision(None, SplitReason.NO_PAIR, splitting, score)
         if whole is None:
             if _has_candidate(pools.alone, query):
                 return SplitDecision(None, SplitReason.WHOLE_CHEAPER, splitting)
             return SplitDecision(pair, SplitReason.NO_SINGLE_ENDPOINT, splitting)
-        if pair.prefill.score + pair.decode.score > whole.score:
-            return SplitDecision(pair, SplitReason.PAIR_CHEAPER, splitting)
-        return SplitDecision(None, SplitReason.WHOLE_CHEAPER, splitting)
+        score = pair.prefill.score + pair.decode.score
+        if score > whole.score:
+            return SplitDecision(pair, SplitReason.PAIR_CHEAPER, splitting, score)
+        return SplitDecision(None, SplitReason.WHOLE_CHEAPER, splitting, whole.score)
 
     def choose_pair(
         self, pools: SplitPools, query: RoutingQuery, transfers: TransferTimes | None = None

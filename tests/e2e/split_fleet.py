@@ -143,6 +143,7 @@ async def split_fleet(
     tps: tuple[int, int] = (1, 1),
     groups: tuple[int, int] = (2, 2),
     *,
+    roles: tuple[str, str] = ("prefill", "decode"),
     kv: Mapping[str, Any] | None = None,
     pool: Mapping[str, Any] | None = None,
     split: Mapping[str, Any] | None = None,
@@ -157,13 +158,14 @@ async def split_fleet(
     # dialect   handoff protocol of the engines
     # tps       TP size of the prefill and of the decode engines
     # groups    number of prefill and of decode engines
+    # roles     roles of the engines of both groups
     # kv        options of KV transfer
     # pool      further settings of the pool
     transfer = TransferSpec(**({"dialect": dialect, "transport": "inproc"} | dict(kv or {})))
     shape, gpu = model_named(model), gpu_named("h100")
     specs = [
         GroupSpec(MODEL, shape, gpu, tp, role, speed=speed, kv_tokens=kv_tokens, transfer=transfer)
-        for role, tp, count in zip(("prefill", "decode"), tps, groups, strict=True)
+        for role, tp, count in zip(roles, tps, groups, strict=True)
         for _ in range(count)
     ]
     async with AsyncExitStack() as stack:

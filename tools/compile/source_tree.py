@@ -91,7 +91,7 @@ OFF_PATH = (
     *_modules("policies/admission", "admission_policy batch_reserve peer_quota_usage"),
     *_modules("policies/health", "endpoint_health slow_start"),
     *_modules("policies/prefix", "numpy_hash"),
-    *_modules("policies/pricing", "model_tiers pull_decision"),
+    *_modules("policies/pricing", "model_tiers"),
 )
 """Packages and modules inside PACKAGES that are not compiled. They run at the start, once per
 request of a rare kind, after failures or for pages, or only define values. An extension module has

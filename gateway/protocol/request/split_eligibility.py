@@ -22,6 +22,7 @@ _OFF = frozenset((b"null", b"false"))
 _SHAPING = frozenset(("n", "best_of", "prompt", "prompt_embeds", "prompt_logprobs", "echo"))
 # Members that need the whole prompt at one endpoint: no handoff of them is known.
 _UNSPLIT = ("prompt_logprobs", "echo", "prompt_embeds")
+_SHORTENING = frozenset(("truncate_prompt_tokens", "truncation_side", "truncation"))
 _NOT_BY_THIS_API = SplitShape(can_hand_over=False)
 _UNSPLITTABLE = (
     SplitReason.API,
@@ -37,6 +38,15 @@ def split_shape(call: Call) -> SplitShape:
     Examples are the number of its prompts and the maximum length of its answer.
     """
     return read_shape(call.members) if call.api.can_split else _NOT_BY_THIS_API
+
+
+def can_be_pulled(call: Call) -> bool:
+    """Return whether the KV of the beginning of a request's prompt can be fetched.
+
+    The request for it is the same with a shortened prompt, which engines do with text only. A
+    request that shortens its prompt by itself would be shortened twice.
+    """
+    return not call.media_size.parts and _SHORTENING.isdisjoint(call.members)
 
 
 def unsplittable_error(model: str, reason: SplitReason) -> GatewayError | None:

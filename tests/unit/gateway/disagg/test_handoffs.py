@@ -12,7 +12,9 @@ from gateway.disagg.handoffs import RELEASE_TIMEOUT_S, Handoffs
 from gateway.disagg.state_machine import State
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
+from gateway.protocol.response.relay import Relay
 from gateway.request_record import SplitRecord
+from policies.pricing.split_decision import EndpointPair
 from tests.metrics_page import total
 from tests.replacement import stand_in
 from tests.unit.gateway.disagg.fake_upstream import FakeConnection, FakeUpstream
@@ -22,13 +24,13 @@ def made(there: FakeUpstream | None = None, rng: Any = None) -> Handoffs:
     return Handoffs(Metrics(), rng or Random(1), stand_in(WriteQueue, there or FakeUpstream()))
 
 
-def pair(prefill: str = "p", decode: str = "d") -> Any:
+def pair(prefill: str = "p", decode: str = "d", pulled_tokens: int = 0) -> Any:
     def pick(name: str) -> Any:
         return SimpleNamespace(
             candidate=SimpleNamespace(endpoint=SimpleNamespace(name=name)), cached_tokens=0
         )
 
-    return SimpleNamespace(prefill=pick(prefill), decode=pick(decode), decode_wait_s=0.1)
+    return EndpointPair(pick(prefill), pick(decode), 0.1, pulled_tokens)
 
     # Releases
 
@@ -143,6 +145,34 @@ def test_each_attempt_of_a_pair_counts_once_and_disconnects_do_not_count(
         for result, counter in (("served", served), ("failed", failed)):
             assert total(text, "penstock_split_pairs_total", result=result) == count * counter
     assert (figures.prefill_s, figures.handoff_s) == ((2.0, 0.5) if served else (None, None))
+
+
+@pytest.mark.parametrize(
+    ("state", "tokens", "result"),
+    [
+        (State.DONE, 2048, "pulled"),
+        (State.DONE, 0, "computed"),
+        (State.FAILED, 2048, "failed"),
+        (State.GONE, 2048, None),
+    ],
+)
+def test_a_pull_is_counted_apart_from_split_requests(
+    state: State, tokens: int, result: str | None
+) -> None:
+    handoffs, pull = made(), pair(pulled_tokens=2048)
+    record, relay = SplitRecord("pull_cheaper"), SimpleNamespace(first_token_at=3.5)
+    record.prefill_sent_at, record.prefilled_at, record.pulled_tokens = 1.0, 3.0, tokens
+    handoffs.count_attempt(pull, handoffs.figures(pull), state, record, stand_in(Relay, relay))
+    page = handoffs.metrics.render().decode()
+    assert total(page, "penstock_pulls_total") == (result is not None)
+    assert total(page, "penstock_pulled_tokens_total") == (2048 if result == "pulled" else 0)
+    if result is not None:
+        assert total(page, "penstock_pulls_total", result=result) == 1
+    assert total(page, "penstock_split_pairs_total") == 0
+    assert not handoffs.pairs
+    assert list(handoffs.pulls) == [("p", "d")]
+    handoffs.forget_endpoint("p")
+    assert not handoffs.pulls
 
 
 def test_the_transport_of_a_pair_is_the_last_one_reported() -> None:

@@ -97,3 +97,35 @@ async def test_a_request_without_a_fingerprint_teaches_nothing() -> None:
     with reserve(pool, prompt=None) as reservation:
         reservation.on_first_token()
     assert cached_tokens(pool) == 0
+
+
+# Pulls
+
+
+@pytest.mark.parametrize("request_", [STREAM, WHOLE])
+async def test_the_rest_of_a_pulled_prompt_is_computed_when_its_beginning_is_on_its_way(
+    request_: Request,
+) -> None:
+    pool = table()
+    (candidates,) = pool._pools.values()
+    load, pick = candidates[1].load, Pick(candidates[1], 900, 0.0, 2, "test")
+    with pool.reserve_decode(pick, request_, PROMPT, 800) as reservation:
+        assert load.prefill_tokens == 0
+        reservation.on_handed_over()
+        assert load.prefill_tokens == TOKENS - 900
+        assert cached_tokens(pool) == 0
+        reservation.on_first_token()
+        assert cached_tokens(pool) == TOKENS
+        assert reservation.has_visible_first_token == request_.stream
+    assert (load.prefill_tokens, load.in_flight) == (0, 0)
+    assert cached_tokens(pool) == TOKENS
+
+
+async def test_all_but_the_endpoints_own_tokens_are_computed_if_a_pull_fails() -> None:
+    pool = table()
+    (candidates,) = pool._pools.values()
+    load, pick = candidates[1].load, Pick(candidates[1], 900, 0.0, 2, "test")
+    with pool.reserve_decode(pick, STREAM, PROMPT, 800) as reservation:
+        reservation.on_recompute()
+        assert load.prefill_tokens == TOKENS - 100
+    assert load.prefill_tokens == 0

@@ -14,6 +14,7 @@ from kvtransfer.dialects import (
     DecodeRequest,
     FinishedResponse,
     HandoffTerms,
+    LegOrder,
     PrefillIdentity,
     PrefillResponse,
     RequestEdits,
@@ -507,3 +508,34 @@ def test_every_dialect_is_found_by_its_name() -> None:
     assert [dialects.get_dialect(name).name for name in dialects.DIALECTS] == list(
         dialects.DIALECTS
     )
+
+
+# Pulls of a prompt's beginning
+
+
+def test_only_penstock_hands_over_a_beginning_one_request_after_the_other() -> None:
+    known = dialects.DIALECTS
+    pulling = [name for name in known if dialects.get_dialect(name).pulls is not None]
+    assert pulling == ["penstock"]
+    pulls = dialects.get_dialect("penstock").pulls
+    assert pulls is not None
+    assert pulls.order is LegOrder.SEQUENTIAL
+    request = words(pulls.prefill(TERMS))
+    assert request["kv_transfer_params"]["do_remote_decode"] is True
+    assert "kv_transfer" not in request["kv_transfer_params"]
+    assert json.loads(b"{" + pulls.truncate(1536)[1:] + b"}") == {
+        "truncate_prompt_tokens": 1536,
+        "truncation_side": "right",
+    }
+
+
+def test_a_beginning_is_fetched_only_from_an_engine_with_penstocks_connector() -> None:
+    pulls = dialects.get_dialect("penstock").pulls
+    assert pulls is not None
+    params = OBJECT | {"kv_handoff": "sealed"}
+    request = pulls.decode(TERMS, answer(kv_transfer_params=params))
+    assert isinstance(request, DecodeRequest)
+    assert not request.reports_own_cache
+    assert words(request.edits) == {"kv_transfer_params": params}
+    for response in (answer(kv_transfer_params=OBJECT), answer(), None):
+        assert isinstance(pulls.decode(TERMS, response), UnusableResponse)

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from policies import routing_algorithm
 from policies.pricing.endpoint_price import PricedPolicy
 from policies.pricing.pull_decision import (
+    LEAST_PATIENCE_S,
     LEAST_PULL,
     NO_STORE,
     PullDecision,
     PullPricer,
     StoredTokens,
     StoreTimes,
+    cheaper_pull,
+    patience_s,
 )
-from policies.pricing.split_decision import SplitRule
+from policies.pricing.split_decision import (
+    PairGroup,
+    SplitDecision,
+    SplitPools,
+    SplitReason,
+    SplitRule,
+)
 from policies.pricing.transfer_time import TransferTimes
 from policies.routing_types import Candidate
 from tests.unit.policies.builders import ask, outlook
@@ -36,8 +46,8 @@ def decided(
     query = ask(PROMPT, cached=cached)
     whole = routing_algorithm.pick(POLICY, query, candidates)
     assert whole is not None
-    pricer = PullPricer(POLICY, rule or SplitRule(1), transfers, store)
-    return pricer.decide(query, candidates, whole, stored or StoredTokens())
+    pricer = PullPricer(POLICY, rule or SplitRule(1), store)
+    return pricer.decide(query, candidates, whole.score, transfers, stored or StoredTokens())
 
 
 def busy(slot: int, seconds: float) -> Candidate:
@@ -99,17 +109,84 @@ def test_a_disk_delays_what_is_on_it_alone() -> None:
 
 def test_a_transfer_teaches_its_time_and_occupies_its_links_until_the_first_token() -> None:
     transfers = TransferTimes()
-    pricer = PullPricer(POLICY, SplitRule(1), transfers)
+    pricer = PullPricer(POLICY, SplitRule(1))
     query, candidates = ask(PROMPT, cached=(HELD, 0)), [busy(0, 2.0), outlook(1)]
     whole = routing_algorithm.pick(POLICY, query, candidates)
     assert whole is not None
-    pull = pricer.decide(query, candidates, whole)
+    pull = pricer.decide(query, candidates, whole.score, transfers)
     assert pull is not None
 
-    transfer = pricer.begin(pull, 100.0)
+    transfer = pricer.begin(pull, transfers, 100.0)
     assert transfer is not None
     names = ("tp0", "tp1")
     assert transfers.backlog_s(names, 100.0) > 0.0
-    pricer.end(pull, transfer, 100.0, 102.0 + pull.own_s)
+    pricer.end(pull, transfers, transfer, 100.0, 102.0 + pull.own_s)
     assert transfers.backlog_s(names, 102.0 + pull.own_s) == 0.0
     assert transfers.speed(names, 6.5e-6, 102.0).token_s > 5e-5
+
+
+# Decisions of the gateway, where the source sends KV after a request for the beginning
+
+
+def gateway_decision(
+    candidates: Sequence[Candidate], cached: Sequence[int], score: float | None = None
+) -> SplitDecision:
+    query = ask(PROMPT, cached=cached)
+    pools = SplitPools((PairGroup("", tuple(candidates), tuple(candidates)),), tuple(candidates))
+    whole = routing_algorithm.pick(POLICY, query, candidates)
+    assert whole is not None
+    pricer = PullPricer(POLICY, SplitRule(1), by_request=True)
+    decision = SplitDecision(
+        None, SplitReason.WHOLE_CHEAPER, False, whole.score if score is None else score
+    )
+    return cheaper_pull(pricer, decision, pools, query, TransferTimes())
+
+
+def generating(slot: int, backlog_s: float = 0.0) -> Candidate:
+    # Return an endpoint with many answers that a prefill would delay.
+    answers: dict[str, object] = dict.fromkeys(("decoding", "answers", "in_flight"), 200)
+    return outlook(slot, prefill_done_at=100.0 + backlog_s, **answers)
+
+
+def test_the_gateway_pulls_from_a_holder_whose_answers_a_prefill_would_delay() -> None:
+    decision = gateway_decision([generating(0), outlook(1)], (HELD, 0))
+    pair = decision.pair
+    assert decision.reason is SplitReason.PULL_CHEAPER
+    assert pair is not None
+    assert pair.is_pull
+    assert [pair.prefill.candidate.load.slot, pair.decode.candidate.load.slot] == [0, 1]
+    assert (pair.pulled_tokens, pair.decode.cached_tokens) == (HELD, HELD)
+    assert pair.moved_tokens(PROMPT) == HELD
+    assert decision.score == pair.decode.score
+
+
+def test_the_queue_of_the_holder_counts_as_the_request_for_the_beginning_waits_in_it() -> None:
+    # The other endpoint would compute the prompt in 1.4 s.
+    assert gateway_decision([generating(0, 0.5), outlook(1)], (HELD, 0)).pair is not None
+    assert gateway_decision([generating(0, 5.0), outlook(1)], (HELD, 0)).pair is None
+
+
+@pytest.mark.parametrize(
+    ("cached", "score"), [((), None), ((LEAST_PULL - 1, 0), None), ((HELD, 0), 0.0)]
+)
+def test_the_gateway_keeps_a_choice_that_no_pull_improves(
+    cached: tuple[int, ...], score: float | None
+) -> None:
+    decision = gateway_decision([generating(0), outlook(1)], cached, score)
+    assert (decision.pair, decision.reason) == (None, SplitReason.WHOLE_CHEAPER)
+
+
+def test_a_choice_without_a_price_is_kept() -> None:
+    decision = SplitDecision(None, SplitReason.NO_PAIR, False)
+    pools, query = SplitPools((), ()), ask(PROMPT, cached=(HELD, 0))
+    pricer = PullPricer(POLICY, SplitRule(1), by_request=True)
+    assert cheaper_pull(pricer, decision, pools, query, TransferTimes()) is decision
+
+
+def test_the_request_for_a_beginning_may_take_as_long_as_an_answer_without_a_pull() -> None:
+    decision = gateway_decision([generating(0), outlook(1)], (HELD, 0))
+    assert decision.pair is not None
+    ttft = 0.03 + PROMPT * (6e-5 + 0.5 * PROMPT * 1e-9)
+    assert patience_s(decision.pair, PROMPT, 100.0) == pytest.approx(ttft)
+    short = msgspec.structs.replace(decision.pair, pulled_tokens=1)
+    assert patience_s(short, HELD, 100.0) == LEAST_PATIENCE_S

@@ -7,8 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.protocol.request.split_eligibility import read_shape, unsplittable_error
+from gateway.protocol.api_table import COMPLETIONS
+from gateway.protocol.request.api_call import Call
+from gateway.protocol.request.media import NO_MEDIA, MediaSize
+from gateway.protocol.request.split_eligibility import (
+    can_be_pulled,
+    read_shape,
+    unsplittable_error,
+)
 from policies.pricing.split_decision import SplitReason, SplitShape
+from policies.routing_types import Request
 
 
 @pytest.mark.parametrize(
@@ -46,3 +54,21 @@ def test_the_error_for_an_unsplittable_request_names_the_model_and_the_reason() 
 
 def test_a_request_that_is_not_split_for_lack_of_endpoints_is_not_unsplittable() -> None:
     assert unsplittable_error("large", SplitReason.NO_PAIR) is None
+
+
+@pytest.mark.parametrize(
+    ("members", "media", "expected"),
+    [
+        ({"prompt": "a"}, NO_MEDIA, True),
+        ({"messages": []}, MediaSize(1, 100), False),
+        ({"prompt": "a", "truncate_prompt_tokens": 5}, NO_MEDIA, False),
+        ({"prompt": "a", "truncation_side": "left"}, NO_MEDIA, False),
+    ],
+)
+def test_a_beginning_is_pulled_only_of_a_text_that_the_client_does_not_shorten(
+    members: dict[str, Any], media: MediaSize, expected: bool
+) -> None:
+    raw = msgspec.json.decode(msgspec.json.encode(members), type=dict[str, msgspec.Raw])
+    request = Request("id", "model", "", 10, 10)
+    call = Call(COMPLETIONS, request, "model", b"{}", (), raw, media_size=media)
+    assert can_be_pulled(call) == expected
