@@ -148,6 +148,10 @@ class Engine:
     def running(self) -> bool:
         return self._process is not None
 
+    def send_signal(self, number: int) -> None:
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
+
     def kill(self) -> None:
         if self._process is not None:
             # An engine that ended by itself may have left no process.
