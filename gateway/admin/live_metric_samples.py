@@ -38,7 +38,7 @@ class MetricSample(msgspec.Struct, frozen=True, eq=False):
     slo_outcomes      responses by (service class, outcome such as "met" or "ttft_missed")
     upstream_errors   errors by (endpoint, kind)
     computed_tokens   prompt tokens that engines computed, by cause
-    split_decisions   decisions by (split or whole, reason)
+    split_decisions   decisions by (split, whole or pull; reason)
     tokens            output tokens of finished responses
     engine            prompt tokens of finished responses, and those reported as cached
     ttft              bucket counts of the quantile sketch of TTFT, by endpoint
