@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import inf
 from operator import itemgetter
@@ -34,12 +34,6 @@ SHORTLIST = 4
 A request that is slow at one of them can then move to another.
 """
 
-SHORTLIST_HOLDERS = 8
-"""Number of endpoints with part of the prompt cached up to which all of them are scored.
-
-If there are more, only the best of them are.
-"""
-
 SHORTLIST_UNSETTLED = 12
 """Maximum number of candidates per group that are scored because their place in the order is
 uncertain.
@@ -53,9 +47,15 @@ MOST_RANKED_AGAIN = 32
 They are ranked again because their sort keys may have risen since (Ranking.rises).
 """
 
-STEPS = 256
+STEPS = 64
 """Maximum number of entries of a group that are searched for an endpoint with a cached prefix of
 the prompt.
+"""
+
+MOST_LISTED = 32
+"""Number of endpoints with a cached prefix up to which all are compared if the search finds few.
+
+If more endpoints have it, those are added that used it least recently.
 """
 
 UNTESTED_TRIED = 4
@@ -68,13 +68,21 @@ The retry scans the remaining candidates instead. There are few of them: a retry
 the health of an endpoint leaves out all others.
 """
 
-LEVELS = 3
+LEVELS = 8
 """Maximum number of different prefixes of a prompt that a shortlist considers.
 
 Each is a prefix that many endpoints have cached, such as a system prompt (PrefixMatch.wide).
 """
 
-_SLOT_OF = itemgetter(2)
+REDRAW_S = 0.1
+"""Minimum seconds until another picked endpoint gets a new random number, which breaks ties.
+
+At thousands of requests per second, endpoints that have just been used thus keep their places among
+equals. The memory of a few dozen endpoints and their sockets is in the processor's cache when it is
+used again; that of a thousand is not. At few requests, and in the long run, ties are random.
+"""
+
+_SLOT_OF, _GROUP_AND_KEY = itemgetter(2), itemgetter(3, 0)
 
 Entry = tuple[float, float, int, int]
 """An entry of the sorted order, as a tuple of four numbers.
@@ -93,8 +101,8 @@ class CandidateOrder:
 
     __slots__ = (
         *("_by_slot", "_candidates", "_changes", "_conditions", "_count", "_entries", "_groups"),
-        *("_numbers", "_pending", "_policy", "_prefers_proven", "_ranking", "_retry_conditions"),
-        *("_untested", "eligible"),
+        *("_numbers", "_pending", "_policy", "_prefers_proven", "_ranking", "_redraw_at"),
+        *("_retry_conditions", "_untested", "eligible"),
     )
 
     def __init__(
@@ -124,6 +132,7 @@ class CandidateOrder:
         self._groups: dict[int, list[Entry]] = {}
         self._numbers: list[int] = []
         self._pending = -1
+        self._redraw_at = 0.0
         self._untested: deque[int] = deque()  # slots
         self.eligible = 0
 
@@ -173,7 +182,10 @@ class CandidateOrder:
                 if slot in self._by_slot:
                     self._rank(slot, query)
         if self._pending >= 0:
-            self._rank(self._pending, query)
+            is_redrawn = query.now >= self._redraw_at
+            if is_redrawn:
+                self._redraw_at = query.now + REDRAW_S
+            self._rank(self._pending, query, is_redrawn)
             self._pending = -1
         if self._ranking.rises is not None:
             self._rank_risen(self._ranking.rises, query)
@@ -214,7 +226,7 @@ class CandidateOrder:
         for candidate in self._candidates:
             candidate.load.changes = self._changes
             self._by_slot[candidate.load.slot] = candidate
-            entry = self._entry(candidate, query)
+            entry = self._entry(candidate, query, query.rng.random())
             if entry is not None:
                 self._entries[entry[2]] = entry
                 self._groups.setdefault(entry[3], []).append(entry)
@@ -227,7 +239,7 @@ class CandidateOrder:
             indexes = self._ranking.tests(self._candidates)
             self._untested.extend(self._candidates[index].load.slot for index in indexes)
 
-    def _entry(self, candidate: Candidate, query: RoutingQuery) -> Entry | None:
+    def _entry(self, candidate: Candidate, query: RoutingQuery, tie: float) -> Entry | None:
         # Return the candidate's sort key and group; None if it may receive no request.
         load, ranking = candidate.load, self._ranking
         if (
@@ -237,12 +249,14 @@ class CandidateOrder:
         ):
             return None
         group = 0 if ranking.group is None else ranking.group(load)
-        return ranking.key(candidate, query.now), query.rng.random(), load.slot, group
+        return ranking.key(candidate, query.now), tie, load.slot, group
 
-    def _rank(self, slot: int, query: RoutingQuery) -> None:
-        new, old = self._entry(self._by_slot[slot], query), self._entries.get(slot)
+    def _rank(self, slot: int, query: RoutingQuery, is_redrawn: bool = False) -> None:
+        old = self._entries.get(slot)
+        tie = query.rng.random() if old is None or is_redrawn else old[1]
+        new = self._entry(self._by_slot[slot], query, tie)
         if old is not None:
-            if new is not None and old[0] == new[0] and old[3] == new[3]:
+            if new is not None and old[0] == new[0] and old[3] == new[3] and not is_redrawn:
                 return
             self._remove(old)
         if new is not None:
@@ -272,13 +286,17 @@ class CandidateOrder:
         chosen = dict.fromkeys(listed)
         wide = match.wide[:LEVELS] if isinstance(match, PrefixMatch) else ()
         best = [inf] * (len(wide) + 1)
+        least = wide[0].tokens if wide else 0
+        unfinished: set[int] = set()
         for number in self._numbers:
-            self._add_leaders(self._groups[number], query, wide, best, listed, chosen)
-        if wide and best[0] == inf:  # few eligible candidates hold the prefix
-            holders = wide[0].some_holders(STEPS)
-            chosen |= dict.fromkeys(
-                islice((slot for slot in holders if self._may_serve(slot, query)), SHORTLIST)
-            )
+            if listed:
+                best[0] = min(best[0], self._beaten_from(listed, match, least, number))
+            self._add_leaders(self._groups[number], query, wide, best, listed, chosen, unfinished)
+        for level in unfinished:
+            if len(wide[level]) <= MOST_LISTED:
+                self._add_all_leaders(wide[level], query, chosen)
+            elif not level and best[0] == inf:  # few of the best candidates hold the prefix
+                self._add_holders(wide[0], query, chosen)
         if len(chosen) < SHORTLIST:
             self._fill_up(query, chosen)
         if self._untested:
@@ -288,29 +306,92 @@ class CandidateOrder:
     def _holders(self, match: Sequence[int], query: RoutingQuery) -> list[int]:
         # Return the slots of eligible candidates that have part of the prompt cached.
         #
-        # Above SHORTLIST_HOLDERS, return only those that can be the best.
+        # Above SHORTLIST, return only those that can be the best.
         entries = self._entries
+        held: Mapping[int, int]
         if isinstance(match, PrefixMatch):
-            slots = [slot for slot in match.narrow if slot in entries]
+            held = match.narrow
         else:
-            slots = [slot for slot, count in enumerate(match) if count and slot in entries]
+            held = {slot: count for slot, count in enumerate(match) if count}
+        found = [entries[slot] for slot in held if slot in entries]
         if query.failed_endpoints:
-            slots = [slot for slot in slots if self._meets_conditions(slot, query)]
-        if len(slots) <= SHORTLIST_HOLDERS:
-            return slots
-        # If many slots hold the prefix, keep those that no other slot is certain to beat.
-        slots.sort(key=lambda slot: (entries[slot][3], entries[slot][0]))
-        is_settled, depth = self._ranking.is_settled, self._ranking.depth
+            found = [entry for entry in found if self._meets_conditions(entry[2], query)]
+        if len(found) <= SHORTLIST:
+            return list(map(_SLOT_OF, found))
+        # If more slots hold the prefix, keep those that no other slot is certain to beat.
+        if len(self._numbers) > 1:
+            found.sort(key=_GROUP_AND_KEY)
+        else:
+            found.sort()
+        return self._leaders(found, held)
+
+    def _leaders(self, found: list[Entry], held: Mapping[int, int]) -> list[int]:
+        # Return the slots of those of the sorted entries that no other one is certain to beat.
+        #
+        # There are at least SHORTLIST of them. `held` has the number of cached tokens by slot.
+        depth, longest = self._ranking.depth, max([held[entry[2]] for entry in found])
         leaders: list[int] = []
-        settled_leaders: list[tuple[int, float]] = []
-        for slot in slots:
-            tokens, key = match[slot], entries[slot][0]
-            better = [held for held, other in settled_leaders if held >= tokens and other <= key]
-            if len(better) < depth:
-                leaders.append(slot)
-                if is_settled is None or is_settled(self._by_slot[slot].load):
-                    settled_leaders.append((tokens, key))
+        settled: list[tuple[int, float, int]] = []
+        # Number of leaders until none of the following entries can be the best. Entries of another
+        # group may have lower keys.
+        missing = depth if len(self._numbers) == 1 else len(found) * depth + 1
+        for key, _, slot, _ in found:
+            tokens = held[slot]
+            if len(leaders) >= SHORTLIST:
+                if missing <= 0:
+                    break
+                better = [
+                    weight for count, other, weight in settled if count >= tokens and other <= key
+                ]
+                if sum(better) >= depth:
+                    continue
+            leaders.append(slot)
+            weight = self._weight(slot)
+            settled.append((tokens, key, weight))
+            if tokens >= longest:
+                missing -= weight
         return leaders
+
+    def _add_all_leaders(
+        self, prefix: WideMatch, query: RoutingQuery, chosen: dict[int, None]
+    ) -> None:
+        # Add the candidates that hold a prefix, without those that others are certain to beat.
+        entries = self._entries
+        found = [entries[slot] for slot in prefix.holders() if self._may_serve(slot, query)]
+        if found:
+            found.sort(key=_GROUP_AND_KEY)
+            held = dict.fromkeys(map(_SLOT_OF, found), prefix.tokens)
+            chosen |= dict.fromkeys(self._leaders(found, held))
+
+    def _add_holders(self, prefix: WideMatch, query: RoutingQuery, chosen: dict[int, None]) -> None:
+        # Add a few candidates that hold a prefix, those first that used it least recently.
+        added = 0
+        for slot in prefix.holders():
+            if self._may_serve(slot, query):
+                chosen[slot] = None
+                added += 1
+                if added == SHORTLIST:
+                    return
+
+    def _beaten_from(
+        self, listed: Sequence[int], match: Sequence[int], least: int, group: int
+    ) -> float:
+        # Return the key from which on no candidate of a group that is not listed can be the best.
+        #
+        # Enough listed candidates have lower keys and hold more: at least `least` tokens each,
+        # which is the most that others hold. The result is inf if there are not enough.
+        entries, missing = self._entries, self._ranking.depth
+        for key, slot in sorted(
+            [
+                (entries[slot][0], slot)
+                for slot in listed
+                if match[slot] >= least and entries[slot][3] <= group
+            ]
+        ):
+            missing -= self._weight(slot)
+            if missing <= 0:
+                return key
+        return inf
 
     def _add_leaders(
         self,
@@ -320,41 +401,55 @@ class CandidateOrder:
         best: list[float],
         listed: Sequence[int],
         chosen: dict[int, None],
+        unfinished: set[int],
     ) -> None:
         # Add to `chosen` the candidates of one group that might beat all candidates seen before.
         #
         # For each prefix in `wide`, these are the first that hold it, and the first of all.
         # wide    prefixes that too many endpoints hold to list them, longest first
-        # best    lowest key seen, by the longest of these prefixes that a candidate holds (the last
-        #         entry: none of them); updated for the following groups
+        # best    the key from which on others certainly do better, by the longest of these prefixes
+        #         that a candidate holds (the last entry: none of them). Candidates that hold more
+        #         count for all shorter prefixes. Updated for the following groups
         # listed  candidates that are in `chosen` in any case
+        # unfinished  the numbers of prefixes that further candidates of the group may hold
         unsettled = 0
-        for level, lowest in enumerate(best):
+        lowest = inf
+        for level, own in enumerate(best):
+            lowest = min(lowest, own)
             if entries[0][0] >= lowest:
-                continue
+                return
             prefix = wide[level] if level < len(wide) else None
             taken = 0
             for slot in _slots_holding(prefix, entries):
                 key = self._entries[slot][0]
                 if key >= lowest:
                     break
-                if slot in listed or not self._meets_conditions(slot, query):
-                    continue
-                if not self._is_settled(slot):
-                    unsettled += slot not in chosen
+                weight = self._weight(slot)
+                if slot not in listed and slot not in chosen:
+                    if not self._meets_conditions(slot, query):
+                        continue
+                    unsettled += not weight
                     if unsettled > SHORTLIST_UNSETTLED:
                         return
                     chosen[slot] = None
-                    continue
-                chosen[slot] = None
-                taken += 1
+                taken += weight
                 if taken >= self._ranking.depth:
-                    best[level] = key
+                    best[level] = lowest = key
                     break
+            else:
+                if prefix is not None and len(entries) > STEPS:
+                    unfinished.add(level)
 
-    def _is_settled(self, slot: int) -> bool:
-        is_settled = self._ranking.is_settled
-        return is_settled is None or is_settled(self._by_slot[slot].load)
+    def _weight(self, slot: int) -> int:
+        # Return how much a candidate adds towards `depth`: 0 if its place in the order is
+        # uncertain, and all of `depth` if it needs no others.
+        ranking = self._ranking
+        if ranking.is_settled is None and ranking.is_certain is None:
+            return 1
+        load = self._by_slot[slot].load
+        if ranking.is_settled is not None and not ranking.is_settled(load):
+            return 0
+        return 1 if ranking.is_certain is None or not ranking.is_certain(load) else ranking.depth
 
     def _add_untested(self, query: RoutingQuery, chosen: dict[int, None]) -> None:
         # Add one idle candidate whose speed is known only from its label. They take turns.

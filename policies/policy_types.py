@@ -117,6 +117,8 @@ class Ranking(msgspec.Struct, frozen=True):
     is_settled  function of a load: whether property 2 holds exactly for it; None: it always does.
                 Other candidates are scored in addition, at most SHORTLIST_UNSETTLED per group
     depth       number of settled candidates to score, per group and per number of cached tokens
+    is_certain  function of a load: whether property 2 is nearly exact for it, so that it counts as
+                `depth` candidates. None: for none, if `depth` is above 1
     rises       function of a load and `now`: whether its key may have risen without a recorded
                 change, as for an engine whose first token is late. Such candidates are ranked again
                 if they are among the best. None: no key rises like that. A key that falls with time
@@ -131,6 +133,7 @@ class Ranking(msgspec.Struct, frozen=True):
     group: Callable[[EndpointLoad], int] | None = None
     is_settled: Callable[[EndpointLoad], bool] | None = None
     depth: int = 1
+    is_certain: Callable[[EndpointLoad], bool] | None = None
     rises: Callable[[EndpointLoad, float], bool] | None = None
     tests: Callable[[Sequence[Candidate]], list[int]] | None = None
     is_tested: Callable[[EndpointLoad], bool] | None = None

@@ -46,7 +46,7 @@ _MOST_OTHERS = (1 << (_MOST_IN_ENTRY - 1) * _LANE_BITS) - 1
 _FEW = 4
 """Number of holders in a table from which on they are packed into an int again."""
 
-_MOST_NARROW = 32
+_MOST_NARROW = 8
 """Number of holders of a prefix up to which a lookup lists them."""
 
 _MOST_SHARDS = 256

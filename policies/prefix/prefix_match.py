@@ -6,7 +6,6 @@ A list of tokens by slot would be as long as the pool, for each request.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 
 
 class WideMatch:
@@ -28,6 +27,10 @@ class WideMatch:
         self.tokens = tokens
         self._stamps, self._oldest_alive = stamps, oldest_alive
 
+    def __len__(self) -> int:
+        """Return how many endpoints have the prefix cached, those included that have evicted it."""
+        return len(self._stamps)
+
     def holds(self, slot: int) -> bool:
         """Return whether the endpoint in this slot is believed to have the prefix cached."""
         stamp = self._stamps.get(slot)
@@ -43,9 +46,12 @@ class WideMatch:
         # Of hundreds of slots, few may hold it: filter() passes over the others in C.
         return filter(self.holds, filter(self._stamps.__contains__, slots))
 
-    def some_holders(self, limit: int) -> list[int]:
-        """Return the slots (numbers) of up to `limit` endpoints that have the prefix cached."""
-        return [slot for slot in islice(self._stamps, limit) if self.holds(slot)]
+    def holders(self) -> Iterator[int]:
+        """Return an iterator over the slots of all endpoints that have the prefix cached.
+
+        Those come first that used it least recently.
+        """
+        return filter(self.holds, self._stamps)
 
 
 class PrefixMatch(Sequence[int]):

@@ -63,6 +63,8 @@ RANKED = 4
 """Number of the best-ranked candidates of a large pool that are priced for a request, besides those
 with its prefix cached."""
 
+ROUNDING = 2.0**48 + 1.0
+
 # Every request reads these of all candidates: one call in C each, in place of a loop.
 _SPEEDS, _RANKS = attrgetter("load.belief.speeds"), attrgetter("load.lockstep_ranks")
 
@@ -152,11 +154,26 @@ class PricedPolicy(PolicyParams, frozen=True):
             ranking=Ranking(
                 prices.usual_price,
                 depth=RANKED,
+                is_certain=is_idle,
                 rises=is_first_token_late,
                 tests=slow_by_label,
                 is_tested=was_observed,
             ),
         )
+
+
+def is_idle(load: EndpointLoad) -> bool:
+    """Return whether an endpoint serves no request, as far as this gateway knows."""
+    return not load.in_flight and not load.external_requests
+
+
+def round_down(price: float) -> float:
+    """Return a price that has five binary digits, and is lower than `price` by 6 % at most."""
+    # The large product has no room for the further digits. Rounding adds at most what is
+    # subtracted before.
+    price -= price / 32.0
+    product = price * ROUNDING
+    return product - (product - price)
 
 
 SpeedFactors = tuple[list[float], list[float], list[float]]
@@ -328,12 +345,14 @@ class PriceScorer:
         """Return the price of a usual request without cached tokens, to keep endpoints sorted.
 
         Differences of learned speeds count in full here. For the best endpoints of the order,
-        prices are computed again, without differences that may be noise.
+        prices are computed again, without differences that may be noise. Prices of idle endpoints
+        are rounded down, by 6 % at most. They differ by how busy each has lately been, and these
+        differences would spread requests over more endpoints than have part of the prompt cached.
         """
-        usual = self._usual
+        usual, load = self._usual, candidate.load
         usual.now = now
-        slots = candidate.load.slots
-        return usual.prices(((candidate, 1.0, 1.0, 1.0, 0.0),), (), slots)[0]
+        price = usual.prices(((candidate, 1.0, 1.0, 1.0, 0.0),), (), load.slots)[0]
+        return round_down(price) if is_idle(load) else price
 
     def explain(
         self,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -182,7 +183,7 @@ class ExactPrefixes:
             return match
         tokens = dict(match.narrow)
         for prefix in match.wide:
-            for slot in prefix.some_holders(MAX_SLOTS_LISTED):
+            for slot in islice(prefix.holders(), MAX_SLOTS_LISTED):
                 tokens.setdefault(slot, prefix.tokens)
         for slot in holdings.held:
             tokens.setdefault(slot, 0)

@@ -152,23 +152,73 @@ def test_a_rotation_in_order_gives_the_turn_to_whom_it_is_due(seed: int, size: i
 def test_picks_in_order_are_as_good_as_those_of_scans_but_for_noise(
     name: str, has_external: bool, share: float
 ) -> None:
+    runs = [costs_in_order(name, has_external, share, seed) for seed in range(12)]
+    assert all(lost >= 0.0 for lost, _ in runs)
+    if name in EXACT:
+        assert sum(lost for lost, _ in runs) <= 0.02 * sum(paid for _, paid in runs), runs
+        return
+    # Few runs may lose more: a price counts how far a learned speed is from the median of the
+    # endpoints that are priced, and the median of a shortlist can differ from that of all.
+    assert sum(lost <= 0.02 * paid for lost, paid in runs) >= 9, runs
+
+
+def costs_in_order(name: str, has_external: bool, share: float, seed: int) -> tuple[float, float]:
+    """Return how much more the picks of a run cost than the best ones, and how much they cost."""
+    pool = Pool(policy_registry.build(name, {}), 60, Random(seed), has_external=has_external)
+    pool.hold_system_prompts(share)
     lost = paid = 0.0
-    for seed in range(12):
-        pool = Pool(policy_registry.build(name, {}), 60, Random(seed), has_external=has_external)
-        pool.hold_system_prompts(share)
-        for _ in range(120):
-            pool.act()
-            query, sparse, fingerprint = pool.ask()
-            remaining = eligible(pool, query)
-            pick = pool.order.pick(sparse)
-            assert (pick is None) == (not remaining)
-            if pick is not None:
-                costs = [-score for score in pool.policy.score(query, remaining)]
-                cost = costs[remaining.index(pick.candidate)]
-                lost += cost - min(costs)
-                paid += cost
-                pool.reserve(pick, query.request, fingerprint)
-    assert 0.0 <= lost <= 0.02 * paid, lost / paid
+    for _ in range(120):
+        pool.act()
+        query, sparse, fingerprint = pool.ask()
+        remaining = eligible(pool, query)
+        pick = pool.order.pick(sparse)
+        assert (pick is None) == (not remaining)
+        if pick is not None:
+            costs = [-score for score in pool.policy.score(query, remaining)]
+            cost = costs[remaining.index(pick.candidate)]
+            lost += cost - min(costs)
+            paid += cost
+            pool.reserve(pick, query.request, fingerprint)
+    return lost, paid
+
+
+def distinct_picks(pool: Pool, every_s: float) -> int:
+    """Return how many endpoints serve 200 short requests, of which four run at a time."""
+    picked = set()
+    for _ in range(200):
+        pool.now += every_s
+        query, _, _ = pool.ask()
+        pick = pool.order.pick(RoutingQuery(query.request, pool.now, pool.rng))
+        assert pick is not None
+        picked.add(pick.candidate.load.slot)
+        reserved = load_ledger.reserve(pick.candidate.load, query.request, 0, pool.now, False)
+        pool.reservations.append(reserved)
+        if len(pool.reservations) > 4:
+            pool.reservations.pop(0).finish(pool.now, 1)
+    return len(picked)
+
+
+@pytest.mark.parametrize("name", ["least_loaded", "prefix_aware", "priced"])
+def test_equal_endpoints_keep_their_places_for_a_moment_only(name: str) -> None:
+    soon, late = (Pool(policy_registry.build(name, {}), 200, Random(5)) for _ in range(2))
+    assert distinct_picks(soon, 0.0002) <= 20
+    assert distinct_picks(late, 0.2) >= 60
+
+
+@pytest.mark.parametrize("holders", [3, 20, 100])
+def test_an_idle_holder_of_the_prefix_makes_idle_endpoints_without_it_superfluous(
+    holders: int,
+) -> None:
+    pool = Pool(policy_registry.build("priced", {}), 200, Random(6))
+    fingerprint = PRINTS.fingerprint(b"", b"s" * 400)
+    for slot in range(holders):
+        pool.index.insert(fingerprint, slot, 100)
+    request = Request("id", "m", "t", 100, 50, stream=True)
+    match = pool.index.match_holders(fingerprint, 100)
+    pick = pool.order.pick(RoutingQuery(request, pool.now, pool.rng, match))
+    assert pick is not None
+    assert pick.cached_tokens == 100
+    assert len(pick.candidates) == 4
 
 
 def test_engines_whose_first_token_is_late_lose_their_place_without_an_event() -> None:

@@ -14,7 +14,7 @@ from policies.endpoint_load import join_ranks
 from policies.engine.running_answer_lengths import AgeGroup
 from policies.engine.step_time import PRIOR_VAR, SpeedFactor
 from policies.policy_types import DECODE_PHASE, WHOLE_REQUEST, LinkLoad, PhaseShare
-from policies.pricing.endpoint_price import PricedPolicy, PriceScorer
+from policies.pricing.endpoint_price import PricedPolicy, PriceScorer, round_down
 from policies.pricing.price_loop import PriceLoop, patience_s
 from policies.pricing.speed_differences import equalize_speeds
 from policies.routing_algorithm import pick
@@ -534,3 +534,23 @@ def test_equal_endpoints_share_the_picks() -> None:
         assert picked is not None
         counts[picked.candidate.load.slot] += 1
     assert min(counts) > 60
+
+
+def test_a_price_is_rounded_down_to_five_binary_digits() -> None:
+    rng = Random(7)
+    prices = sorted(10.0 ** rng.uniform(-9.0, 3.0) for _ in range(2_000))
+    rounded = [round_down(price) for price in prices]
+    assert rounded == sorted(rounded)
+    assert all(0.93 * price < less <= price for price, less in zip(prices, rounded, strict=True))
+    assert len({round_down(0.5 + place / 4_000) for place in range(2_000)}) <= 18
+    assert round_down(0.0) == 0.0
+
+
+def test_idle_endpoints_that_were_busy_to_a_different_degree_share_a_place_in_the_order() -> None:
+    rested, tired, serving = (
+        outlook(0),
+        outlook(1, decode_s_per_token=1.01 * outlook(0).load.decode_s_per_token),
+        outlook(2, in_flight=1),
+    )
+    keys = [PRICES.usual_price(one, 100.0) for one in (rested, tired, serving)]
+    assert keys[0] == keys[1] < keys[2]
