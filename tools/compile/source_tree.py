@@ -100,36 +100,37 @@ about ten times the size of its source.
 SMALL = (
     *("gateway/admission", "gateway/fleet/kv_events"),
     "gateway/protocol/translate",
-    *("policies/admission", "policies/health"),
+    "policies/admission",
     *_modules("gateway", "routes_and_snapshot"),
-    *_modules("gateway/disagg", "bootstrap_client handoffs leg leg_requests attempt_record"),
+    *_modules("gateway/disagg", "bootstrap_client"),
     *_modules("gateway/fleet", "endpoint_load_and_health engine_metrics live_endpoint"),
     *_modules("gateway/fleet", "speed_monitor updates_for_peers"),
     *_modules("gateway/http", "burst_reads close_queue connection_accept connection_fairness"),
     *_modules("gateway/http", "client_timeouts connection_limits engine_lookup_and_connect"),
     *_modules("gateway/http", "engine_poll_client large_body_allocation large_body_parsing"),
     *_modules("gateway/http", "long_engine_reads upload_read_turns"),
-    *_modules("gateway/forwarding", "engine_request_headers hedge internal_answer"),
+    *_modules("gateway/forwarding", "hedge"),
     *_modules("gateway/protocol", "cors stored_response_ids trace_context"),
     *_modules("gateway/protocol/request", "api_call api_keys cache_salts forwarded_headers"),
     *_modules("gateway/protocol/request", "json_members options_cache request_head"),
-    *_modules("gateway/protocol/request", "handoff_members media parameter_limits sequence_count"),
-    *_modules("gateway/protocol/request", "service_level_headers sessions split_eligibility"),
-    *_modules("gateway/protocol/response", "event_grammar held_answer long_event stream_end"),
+    *_modules("gateway/protocol/request", "media parameter_limits sequence_count"),
+    *_modules("gateway/protocol/request", "service_level_headers sessions"),
+    *_modules("gateway/protocol/response", "event_grammar long_event stream_end"),
     *_modules("gateway/protocol/response", "model_and_usage_rewrite retryable_start"),
     *_modules("gateway/protocol/response", "resumable_relay short_response token_ledger"),
-    *_modules("gateway/proxy", "attempt_loop engine_api retry_permission split_request"),
+    *_modules("gateway/proxy", "attempt_loop engine_api retry_permission"),
     *_modules("gateway/telemetry", "access_log access_log_file pick_explanation recent_requests"),
     *_modules("gateway/telemetry", "drift_records spans"),
     *_modules("policies", "policy_types scraped_load"),
     *_modules("policies/engine", "first_token_calibration kalman peer_load"),
     *_modules("policies/engine", "running_answer_lengths step_time"),
+    *_modules("policies/health", "late_request_detection retry_budget speed_outlier"),
     *_modules("policies/prefix", "cached_blocks learned_prompts logged_block_ids prefix_match"),
     *_modules("policies/prefix", "predicted_cache sampled_keys"),
-    *_modules("policies/pricing", "admission_cost split_decision transfer_time"),
+    *_modules("policies/pricing", "admission_cost transfer_time"),
 )
-"""Compiled packages and modules that take a few hundredths of a request's time at most. The C
-compiler optimizes them for size instead of speed.
+"""Compiled packages and modules that take a few hundredths of a request's time at most, also if the
+request is split. The C compiler optimizes them for size instead of speed.
 """
 SHARED = "policies._cython"
 """Name of the extension module with the code that all others share."""
