@@ -19,7 +19,7 @@ from policies.builtin_policies import DEFAULT_FILTERS, PolicyParams
 from policies.endpoint_load import EndpointLoad
 from policies.engine.step_time import UsualSpeeds
 from policies.latency.expected_latency import backlog_s, is_first_token_late, room_s
-from policies.param_types import Factor, NonNegative
+from policies.param_types import Factor, Fraction, NonNegative
 from policies.policy_types import (
     WHOLE_REQUEST,
     LinkLoad,
@@ -46,7 +46,7 @@ from policies.pricing.price_loop import (
     usual_slots,
     waiting_external_requests,
 )
-from policies.pricing.rank_choice import lags_behind_best_rank, rank_work
+from policies.pricing.rank_choice import lags_behind_best, lags_behind_best_rank, prefill_work
 from policies.pricing.session_placement import SessionStarts, own_delay
 from policies.pricing.speed_differences import (
     TEST_S,
@@ -55,6 +55,7 @@ from policies.pricing.speed_differences import (
     LateTests,
     equalize_speeds,
     slow_by_label,
+    was_measured,
     was_observed,
 )
 from policies.routing_types import Candidate, RoutingQuery
@@ -120,6 +121,9 @@ class PricedPolicy(PolicyParams, frozen=True):
 
     equal_speed_factor  endpoints count as equally fast if their learned speeds differ from the
                         median by less than this factor, within the uncertainty of the speeds
+    measured_share      share of the candidates whose prefill and decoding must have been observed
+                        before prices decide. Labels and defaults may name another GPU. Until then
+                        the score of `prefix_aware` decides, which needs no speeds
     fresh_s             maximum age of a scrape of the engine's metrics, in seconds. The load is
                         what this gateway has reserved; a scrape only adds requests from elsewhere
 
@@ -136,6 +140,7 @@ class PricedPolicy(PolicyParams, frozen=True):
     work_weight: NonNegative = 1.0
     regret_weight: NonNegative = 3.0
     move_weight: NonNegative = 30.0
+    measured_share: Fraction = 0.5
     kv_weight: NonNegative = 0.5
     equal_speed_factor: Factor = 1.5
     fresh_s: NonNegative = 5.0
@@ -204,13 +209,14 @@ class PriceScorer:
     __slots__ = (
         "_factors",
         "_has_unobserved",
+        "_is_unmeasured",
         "_late_tests",
         "_learned",
         "_loop",
         "_other_pool",
+        "_prefill_work",
         "_starts",
         "_usual",
-        "_work_of_ranks",
         "weights",
     )
 
@@ -218,10 +224,11 @@ class PriceScorer:
         self.weights, self._loop, self._usual = weights, PriceLoop(weights), PriceLoop(weights)
         self._learned: list[UsualSpeeds] = []
         self._factors: SpeedFactors = [], [], []
-        self._has_unobserved = False
-        self._other_pool = self._learned, self._factors, False  # of the other pool of a split
+        self._has_unobserved = self._is_unmeasured = False
+        # the same four of the other pool of a split
+        self._other_pool = self._learned, self._factors, False, False
         self._late_tests = LateTests()
-        self._starts, self._work_of_ranks = SessionStarts(), rank_work(weights.fresh_s)
+        self._starts, self._prefill_work = SessionStarts(), prefill_work(weights.fresh_s)
 
     def scores(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         """Return a score per candidate: the negative price of serving the request there."""
@@ -230,8 +237,11 @@ class PriceScorer:
         if query.request.session:
             loop.set_most_cached(most_cached(candidates, query.cached_by_slot))
         rows = zip(candidates, *factors, repeat(0.0))
+        if self._is_unmeasured:
+            lags = lags_behind_best(self._prefill_work(query, candidates))
+            return self._scores_with_lags(query, list(rows), lags)
         if any(map(_RANKS, candidates)):
-            lags = lags_behind_best_rank(candidates, self._work_of_ranks(query, candidates))
+            lags = lags_behind_best_rank(candidates, self._prefill_work(query, candidates))
             scores = self._scores_with_lags(query, list(rows), lags)
         elif query.request.session and self._starts.is_first(query.request):
             placed = list(rows)
@@ -536,8 +546,8 @@ class PriceScorer:
         return self._factors
 
     def _swap_pools(self) -> None:
-        now = self._learned, self._factors, self._has_unobserved
-        self._learned, self._factors, self._has_unobserved = self._other_pool
+        now = self._learned, self._factors, self._has_unobserved, self._is_unmeasured
+        self._learned, self._factors, self._has_unobserved, self._is_unmeasured = self._other_pool
         self._other_pool = now
 
     def _equalize(self, learned: list[UsualSpeeds]) -> None:
@@ -550,6 +560,8 @@ class PriceScorer:
         )
         self._learned = learned
         self._has_unobserved = any(speeds.prefill == UNOBSERVED for speeds in learned)
+        measured = sum(map(was_measured, learned))
+        self._is_unmeasured = measured < self.weights.measured_share * len(learned)
 
     def _loss(self, share: float) -> float:
         capped = min(share, self.weights.late)

@@ -17,8 +17,8 @@ Lags = list[float]
 """The additional tokens of work at each candidate, compared with the best rank of its engine."""
 
 
-def rank_work(fresh_s: float) -> Scorer:
-    """Return the scorer that compares the ranks of one engine, in minus tokens of work.
+def prefill_work(fresh_s: float) -> Scorer:
+    """Return the scorer of the policy `prefix_aware`, which needs no speeds: minus tokens of work.
 
     fresh_s  maximum age of a scrape that is used, in seconds
     """
@@ -35,3 +35,9 @@ def lags_behind_best_rank(candidates: Sequence[Candidate], scores: Sequence[floa
     for engine, score in zip(engines, scores, strict=True):
         best[engine] = max(score, best.get(engine, score))
     return [best[engine] - score for engine, score in zip(engines, scores, strict=True)]
+
+
+def lags_behind_best(scores: Sequence[float]) -> Lags:
+    """Return by how much each score is below the best one."""
+    best = max(scores)
+    return [best - score for score in scores]

@@ -10,7 +10,7 @@ from math import exp, sqrt
 
 from policies.endpoint_load import EndpointLoad
 from policies.engine.first_token_calibration import SHORT_S
-from policies.engine.step_time import PRIOR_VAR, SpeedBelief, SpeedFactor
+from policies.engine.step_time import PRIOR_VAR, SpeedBelief, SpeedFactor, UsualSpeeds
 from policies.routing_types import Candidate
 
 SIGMAS = 2.0
@@ -74,6 +74,11 @@ def slow_by_label(candidates: Sequence[Candidate]) -> list[int]:
 def was_observed(load: EndpointLoad) -> bool:
     """Return whether the speed of prefill has been observed at an endpoint."""
     return load.belief.speeds.prefill != UNOBSERVED
+
+
+def was_measured(speeds: UsualSpeeds) -> bool:
+    """Return whether prefill and decode steps of an endpoint have been observed."""
+    return UNOBSERVED not in (speeds.prefill, speeds.step)
 
 
 LateLabel = tuple[EndpointLoad, float]

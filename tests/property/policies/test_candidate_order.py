@@ -25,6 +25,7 @@ from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 from tests.unit.policies.builders import candidate
 
 PRINTS = Fingerprinter(b"0123456789abcdef", block_bytes=8)
+PARAMS = {"priced": {"measured_share": 0.0}}  # these tests observe no speeds
 EXACT = ("least_loaded", "prefix_aware")
 
 
@@ -164,7 +165,12 @@ def test_picks_in_order_are_as_good_as_those_of_scans_but_for_noise(
 
 def costs_in_order(name: str, has_external: bool, share: float, seed: int) -> tuple[float, float]:
     """Return how much more the picks of a run cost than the best ones, and how much they cost."""
-    pool = Pool(policy_registry.build(name, {}), 60, Random(seed), has_external=has_external)
+    pool = Pool(
+        policy_registry.build(name, PARAMS.get(name, {})),
+        60,
+        Random(seed),
+        has_external=has_external,
+    )
     pool.hold_system_prompts(share)
     lost = paid = 0.0
     for _ in range(120):
@@ -209,7 +215,7 @@ def test_equal_endpoints_keep_their_places_for_a_moment_only(name: str) -> None:
 def test_an_idle_holder_of_the_prefix_makes_idle_endpoints_without_it_superfluous(
     holders: int,
 ) -> None:
-    pool = Pool(policy_registry.build("priced", {}), 200, Random(6))
+    pool = Pool(policy_registry.build("priced", PARAMS["priced"]), 200, Random(6))
     fingerprint = PRINTS.fingerprint(b"", b"s" * 400)
     for slot in range(holders):
         pool.index.insert(fingerprint, slot, 100)
@@ -222,7 +228,7 @@ def test_an_idle_holder_of_the_prefix_makes_idle_endpoints_without_it_superfluou
 
 
 def test_engines_whose_first_token_is_late_lose_their_place_without_an_event() -> None:
-    pool = Pool(policy_registry.build("priced", {}), 60, Random(2))
+    pool = Pool(policy_registry.build("priced", PARAMS["priced"]), 60, Random(2))
     now, request = pool.now, Request("id", "m", "t", 400, 400, stream=True)
     waiting, decoding = pool.candidates[:20], pool.candidates[20:]
     for member in decoding:

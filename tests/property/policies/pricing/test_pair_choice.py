@@ -170,7 +170,7 @@ def test_the_chosen_pair_is_that_of_pairs_computed_alone(
     tried: Sequence[str],
     seed: int,
 ) -> None:
-    splitter = build_splitter(SplitRule(1), PricedPolicy().build())
+    splitter = build_splitter(SplitRule(1), PricedPolicy(measured_share=0.0).build())
     assert isinstance(splitter, PricedSplitter)
     questions = [ask(4_000, 200, cached, tried, NOW, seed) for _ in range(2)]
     alone = list(pairs_alone(splitter, options, questions[0], times))

@@ -15,7 +15,7 @@ from policies import load_ledger, scraped_load
 from policies.endpoint_load import EndpointLoad, join_ranks
 from policies.load_ledger import LoadReservation
 from policies.pricing.endpoint_price import PricedPolicy, PriceScorer
-from policies.pricing.rank_choice import lags_behind_best_rank, rank_work
+from policies.pricing.rank_choice import lags_behind_best_rank, prefill_work
 from policies.routing_types import Request, RoutingQuery, Slo
 from tests.unit.policies.builders import candidate
 
@@ -72,7 +72,10 @@ class Fleet:
 def test_the_best_score_is_that_of_the_endpoint_with_the_lowest_explained_price(
     seed: int, size: int, ranks: int
 ) -> None:
-    fleet, by = Fleet(size, ranks, Random(seed)), PriceScorer(PricedPolicy())
+    fleet, by = (
+        Fleet(size, ranks, Random(seed)),
+        PriceScorer(PricedPolicy(measured_share=0.0)),
+    )
     for _ in range(60):
         fleet.act()
         query, candidates = fleet.ask(), fleet.candidates
@@ -81,7 +84,7 @@ def test_the_best_score_is_that_of_the_endpoint_with_the_lowest_explained_price(
         explained = [by.explain(query, candidates, index).total for index in range(size)]
         assert complete == pytest.approx(explained, rel=1e-6, abs=1e-12)
         # Of the ranks that step together, only the best by work may have the best price.
-        lags = lags_behind_best_rank(candidates, rank_work(5.0)(query, candidates))
+        lags = lags_behind_best_rank(candidates, prefill_work(5.0)(query, candidates))
         lowest = min(price for price, lag in zip(complete, lags, strict=True) if not lag)
         assert max(scores) == -lowest
         for score, price, lag in zip(scores, complete, lags, strict=True):

@@ -21,7 +21,7 @@ from policies.routing_algorithm import pick
 from policies.routing_types import Candidate, Request, RoutingQuery, Slo
 from tests.unit.policies.builders import ask, outlook
 
-PRICES = PriceScorer(PricedPolicy())
+PRICES = PriceScorer(PricedPolicy(measured_share=0.0))
 IDLE_LINK = LinkLoad(0, 0.0, 0.0)
 
 
@@ -141,7 +141,11 @@ def test_what_compiled_prices_declare_as_doubles_are_floats() -> None:
 
 
 def test_equalized_speeds_follow_each_observation_and_the_candidates_asked_for() -> None:
-    by, fleet, question = PriceScorer(PricedPolicy()), [outlook(0), outlook(1)], ask(8000, 300)
+    by, fleet, question = (
+        PriceScorer(PricedPolicy(measured_share=0.0)),
+        [outlook(0), outlook(1)],
+        ask(8000, 300),
+    )
     fleet[1].load.belief.speeds = fleet[1].load.belief.speeds._replace(prefill=SpeedFactor(1.2, 0))
     assert by.speeds(fleet)[0] == pytest.approx([1.2 / 1.0, 1.0])
     assert by.speeds(fleet[:1])[0] == [1.0]
@@ -150,7 +154,9 @@ def test_equalized_speeds_follow_each_observation_and_the_candidates_asked_for()
     assert by.prices(question, fleet) == before
     fleet[1].load.belief.observe_decode(4.0, 1.0, 0.5, 0.001)
     assert by.prices(question, fleet) != before
-    assert by.prices(question, fleet) == PriceScorer(PricedPolicy()).prices(question, fleet)
+    assert by.prices(question, fleet) == PriceScorer(PricedPolicy(measured_share=0.0)).prices(
+        question, fleet
+    )
 
 
 def test_slowdown_is_spread_over_the_slowed_answer() -> None:

@@ -31,7 +31,7 @@ from policies.pricing.transfer_time import TransferTimes
 from policies.routing_types import Candidate
 from tests.unit.policies.builders import ask, outlook
 
-POLICY = PricedPolicy().build()
+POLICY = PricedPolicy(measured_share=0.0).build()
 PROMPT, HELD = 20_000, 19_456
 
 

@@ -31,7 +31,10 @@ def crowded_and_waiting() -> list[Candidate]:
 
 
 def test_a_session_begins_where_it_is_served_best_whatever_it_costs_others() -> None:
-    by, fleet = PriceScorer(PricedPolicy()), crowded_and_waiting()
+    by, fleet = (
+        PriceScorer(PricedPolicy(measured_share=0.0)),
+        crowded_and_waiting(),
+    )
     assert cheapest(by, turn("", 1), fleet) == 1
     assert cheapest(by, turn("a", 1), fleet) == 0
     assert cheapest(by, turn("a", 1), fleet) == 0, "another attempt of the same request"
@@ -39,7 +42,11 @@ def test_a_session_begins_where_it_is_served_best_whatever_it_costs_others() -> 
 
 
 def test_the_best_score_of_a_sessions_beginning_is_a_price() -> None:
-    by, fleet, question = PriceScorer(PricedPolicy()), crowded_and_waiting(), turn("a", 1)
+    by, fleet, question = (
+        PriceScorer(PricedPolicy(measured_share=0.0)),
+        crowded_and_waiting(),
+        turn("a", 1),
+    )
     first, second = by.scores(question, fleet)
     assert first == pytest.approx(-by.explain(question, fleet, 0).total)
     assert second < first
@@ -47,7 +54,7 @@ def test_the_best_score_of_a_sessions_beginning_is_a_price() -> None:
 
 def test_a_turn_leaves_its_prefix_only_if_that_saves_more_than_a_single_request_needs() -> None:
     fleet = [outlook(0, prefill_done_at=103.5), outlook(1)]
-    by, cached = PriceScorer(PricedPolicy()), [8192]
+    by, cached = PriceScorer(PricedPolicy(measured_share=0.0)), [8192]
     assert cheapest(by, turn("", 1, cached), fleet) == 1
     by.scores(turn("a", 1, cached), fleet)
     assert cheapest(by, turn("a", 2, cached), fleet) == 0
@@ -56,7 +63,10 @@ def test_a_turn_leaves_its_prefix_only_if_that_saves_more_than_a_single_request_
 
 
 def test_what_a_move_costs_is_part_of_the_explained_work() -> None:
-    by, fleet = PriceScorer(PricedPolicy()), [outlook(0), outlook(1)]
+    by, fleet = (
+        PriceScorer(PricedPolicy(measured_share=0.0)),
+        [outlook(0), outlook(1)],
+    )
     alone = by.terms(turn("", 1, [8192]), fleet)
     one, other = by.terms(turn("a", 2, [8192]), fleet)
     assert one == alone[0]

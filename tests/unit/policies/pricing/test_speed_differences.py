@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from msgspec.structs import replace
 
 from policies import policy_registry
 from policies.candidate_order import create_order
 from policies.endpoint_load import LoadChanges
-from policies.engine.step_time import SpeedBelief, SpeedFactor
+from policies.engine.step_time import SpeedBelief, SpeedFactor, UsualSpeeds
 from policies.pricing.endpoint_price import PricedPolicy, PriceScorer
-from policies.pricing.speed_differences import PASSED, LateTests
+from policies.pricing.speed_differences import PASSED, LateTests, was_measured
 from policies.routing_types import Candidate, RoutingQuery
 from tests.unit.policies.builders import ask, outlook
 
@@ -29,7 +30,7 @@ def choice(fleet: Sequence[Candidate], question: RoutingQuery, stream: bool = Tr
     # Return the index of the endpoint that a new scorer prefers.
     request = replace(question.request, stream=stream)
     question = replace(question, request=request)
-    scores = PriceScorer(PricedPolicy()).scores(question, fleet)
+    scores = PriceScorer(PricedPolicy(measured_share=0.0)).scores(question, fleet)
     return scores.index(max(scores))
 
 
@@ -58,7 +59,11 @@ class Asker:
     """Sends streamed requests to one scorer, one after another, and returns where each goes."""
 
     def __init__(self, fleet: Sequence[Candidate]) -> None:
-        self.by, self.fleet, self.count = PriceScorer(PricedPolicy()), fleet, 0
+        self.by, self.fleet, self.count = (
+            PriceScorer(PricedPolicy(measured_share=0.0)),
+            fleet,
+            0,
+        )
 
     def again(self, tried: Sequence[str] = ()) -> int:
         """Return the index of the endpoint that the scorer prefers for the last request now."""
@@ -143,7 +148,7 @@ def test_a_request_that_a_label_makes_later_than_most_is_not_risked() -> None:
 
 
 def test_a_slow_label_is_tested_in_a_pool_that_is_large_enough_for_a_shortlist() -> None:
-    policy = policy_registry.build("priced", {})
+    policy = policy_registry.build("priced", {"measured_share": 0.0})
     fleet = [*(outlook(slot) for slot in range(40)), labelled_slow(40), labelled_slow(41)]
     order, question = create_order(policy, fleet, LoadChanges()), ask(1000, 300)
     assert order is not None
@@ -174,3 +179,42 @@ def test_an_endpoint_that_was_observed_as_slow_is_not_tested() -> None:
 
 def test_an_endpoint_somewhat_slower_by_its_label_is_priced_and_not_tested() -> None:
     assert choice([outlook(0), labelled_slow(1, 1.9)], ask(8000, 300, cached=[7936])) == 0
+
+
+def measured(one: Candidate, prefill: float = 1.0, step: float = 1.0) -> Candidate:
+    belief = one.load.belief
+    prompts, pairs, _ = belief.speeds
+    belief.speeds = UsualSpeeds(SpeedFactor(prefill, 0.01), pairs, SpeedFactor(step, 0.01))
+    assert prompts != belief.speeds.prefill
+    return one
+
+
+def test_until_half_of_the_endpoints_are_measured_the_least_prefill_work_decides() -> None:
+    def fleet() -> list[Candidate]:
+        return [outlook(0, prefill_tokens=9000), labelled_slow(1)]
+
+    def picked(fleet: Sequence[Candidate]) -> int:
+        scores = PriceScorer(PricedPolicy()).scores(ask(50_000, 300), fleet)
+        return scores.index(max(scores))
+
+    slow, quick = labelled_slow(1), outlook(0, prefill_tokens=9000)
+    assert picked(fleet()) == 1, "work counts, and labels do not"
+    assert picked([measured(quick), slow]) == 0
+    assert picked([outlook(0, prefill_tokens=9000), measured(slow)]) == 0
+
+
+def test_an_endpoint_is_measured_when_prompts_and_decoding_were_observed() -> None:
+    belief = SpeedBelief()
+    assert not was_measured(belief.speeds)
+    belief.observe_prefill(1.1, [0.0, 0.0, 0.0, 0.0, 1.0], 0.1, 0.01)
+    assert not was_measured(belief.speeds)
+    belief.observe_decode(1.0, 0.8, 0.1, 0.01)
+    assert was_measured(belief.speeds)
+
+
+def test_the_best_score_before_measurements_is_a_price_to_compare_pairs_with() -> None:
+    fleet, question = [outlook(0, prefill_tokens=9000), outlook(1)], ask(8000, 300)
+    by = PriceScorer(PricedPolicy())
+    first, second = by.scores(question, fleet)
+    assert second == pytest.approx(-by.explain(question, fleet, 1).total)
+    assert first < second

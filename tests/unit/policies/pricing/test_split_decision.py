@@ -188,7 +188,7 @@ def busy(slot: int, **load: object) -> Candidate:
     return candidate(slot, 1000, **(usual | load))
 
 
-PRICED = build_splitter(SplitRule(), PricedPolicy().build())
+PRICED = build_splitter(SplitRule(), PricedPolicy(measured_share=0.0).build())
 ANSWERING = {
     "decoding": 40,
     "in_flight": 40,
