@@ -17,7 +17,10 @@ from tests.unit.gateway.telemetry.ended_requests import candidate, exchange
 
 
 def test_a_page_lists_candidates_best_first_with_the_terms_at_the_pick() -> None:
-    policy, members = PricedPolicy(measured_share=0.0).build(), [candidate(slot) for slot in range(3)]
+    policy, members = (
+        PricedPolicy(measured_share=0.0).build(),
+        [candidate(slot) for slot in range(3)],
+    )
     for member in members:
         member.load.prefill_done_at = float(3 - member.load.slot)
     x, ring = exchange(stream=True), RecentExchanges(1)
@@ -41,7 +44,10 @@ def test_a_page_lists_candidates_best_first_with_the_terms_at_the_pick() -> None
 
 
 def test_the_runner_up_is_the_next_best_by_complete_prices() -> None:
-    policy, members = PricedPolicy(measured_share=0.0).build(), [candidate(slot) for slot in range(4)]
+    policy, members = (
+        PricedPolicy(measured_share=0.0).build(),
+        [candidate(slot) for slot in range(4)],
+    )
     for slot, queue_s in ((1, 1.5), (2, 1.6), (3, 2.5)):
         members[slot].load.prefill_done_at = queue_s
     members[1].load.decode_s_per_token *= 8.0  # so expensive that its price is not computed fully
@@ -61,7 +67,10 @@ def test_the_runner_up_is_the_next_best_by_complete_prices() -> None:
 
 
 def test_an_explanation_prices_the_answers_that_ran_at_the_pick() -> None:
-    policy, members = PricedPolicy(measured_share=0.0).build(), [candidate(slot) for slot in range(2)]
+    policy, members = (
+        PricedPolicy(measured_share=0.0).build(),
+        [candidate(slot) for slot in range(2)],
+    )
     for member in members:
         load_ledger.set_modelled(member.load, True, 0.0)
         for at_s in (0.0, 0.2):
