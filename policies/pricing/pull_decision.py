@@ -124,9 +124,13 @@ class PullPricer:
         transfers   the measured times of transfers between endpoints, and those in progress; None:
                     endpoints send each other nothing
         stored      what the stores of the endpoints' hosts are believed to have
-        sources     the endpoints that may send KV; None: the candidates
+        sources     the endpoints that may get a request for KV, which the policy's filters apply
+                    to; None: the candidates send KV without a request
         """
-        sources = candidates if sources is None else sources
+        if sources is None:
+            sources = candidates
+        else:
+            sources = routing_algorithm.keep(self._policy, query, sources)
         options = _Options(self, query, candidates, sources, transfers, stored)
         allowed = routing_algorithm.keep(self._policy, query, candidates)
         kept = [each for each in allowed if options.fetched(each) >= LEAST_PULL]

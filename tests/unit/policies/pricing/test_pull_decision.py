@@ -166,6 +166,16 @@ def test_the_queue_of_the_holder_counts_as_the_request_for_the_beginning_waits_i
     assert gateway_decision([generating(0, 5.0), outlook(1)], (HELD, 0)).pair is None
 
 
+def test_the_gateway_pulls_only_from_endpoints_that_may_get_the_request() -> None:
+    full = generating(0)
+    full.load.in_flight = full.endpoint.max_concurrency
+    assert gateway_decision([full, outlook(1)], (HELD, 0)).pair is None
+    # Another endpoint that has less of the prompt is a source then.
+    decision = gateway_decision([full, outlook(1), generating(2)], (HELD, 0, HELD - 100))
+    assert decision.pair is not None
+    assert decision.pair.prefill.candidate.load.slot == 2
+
+
 @pytest.mark.parametrize(
     ("cached", "score"), [((), None), ((LEAST_PULL - 1, 0), None), ((HELD, 0), 0.0)]
 )
