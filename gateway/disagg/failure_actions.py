@@ -142,7 +142,7 @@ def _on_late_answer(attempt: AttemptState, leg: Leg, problem: UpstreamError | No
     inbox = attempt.inbox
     if problem is not None or inbox is None or leg.relay.is_refused:
         return
-    meaning = attempt.words.interpret(parse_response(inbox.body), alone=True)
+    meaning = attempt.words.interpret_late(parse_response(inbox.body))
     if isinstance(meaning, DecodeRequest):
         _release_kv(attempt, meaning, attempt.decode_reservation, "client_gone")
 

@@ -324,12 +324,32 @@ class LegRequests:
         - an answer that already finishes the client's request
         - the reason why the prefill answer cannot be used
         """
-        dialect, record = self._dialect, self._record
+        record = self._record
         if isinstance(answer, UnusableResponse):
             return answer
         record.cached_tokens = answer.cached_tokens or 0
         if self._cache_report is not None:
             self._cache_report.cached_tokens = record.cached_tokens
+        meaning = self._meaning_of(answer, alone)
+        if isinstance(meaning, DecodeRequest):
+            record.transport = meaning.transport
+        return meaning
+
+    def interpret_late(
+        self, answer: PrefillResponse | UnusableResponse
+    ) -> DecodeRequest | UnusableResponse | FinishedResponse | None:
+        """Return what a prefill answer means that comes when no one needs it any more.
+
+        Its counts are not recorded: another engine may be computing the prompt by then.
+        """
+        if isinstance(answer, UnusableResponse):
+            return answer
+        return self._meaning_of(answer, True)
+
+    def _meaning_of(
+        self, answer: PrefillResponse, alone: bool
+    ) -> DecodeRequest | UnusableResponse | FinishedResponse | None:
+        dialect = self._dialect
         if dialect.needs is _FIRST_ANSWER:
             identities, expected = dialect.identify(answer.body), self.terms.identity
             if expected is None:
@@ -339,12 +359,7 @@ class LegRequests:
                 return UnusableResponse(
                     "the prefill engine has another id than the decode engine was given"
                 )
-        if not alone:
-            return dialect.check(answer)
-        handover = dialect.decode(self.terms, answer)
-        if isinstance(handover, DecodeRequest):
-            record.transport = handover.transport
-        return handover
+        return dialect.decode(self.terms, answer) if alone else dialect.check(answer)
 
     def finished(self, answer: FinishedResponse) -> bytes:
         """Return the prefill engine's answer as a complete HTTP response to the client.

@@ -1,0 +1,79 @@
+"""Tests of the events of a pull: an endpoint fetches a prompt's beginning, and computes the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from policies.pricing.split_decision import (
+    EndpointPair,
+    PricedSplitter,
+    SplitDecision,
+    SplitReason,
+)
+from tests.unit.gateway.disagg.scripted_engines import (
+    OBJECT,
+    TEXT,
+    EngineRequest,
+    Script,
+    decodes,
+    in_turn,
+    prefills,
+    split_gateway,
+    when_open,
+)
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
+
+WHOLE = "".join(TEXT)
+OFFERED = OBJECT | {"kv_handoff": "sealed"}
+PULLED = 2048
+
+
+@pytest.fixture
+def pulls_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decide(self: PricedSplitter, *args: Any) -> SplitDecision:
+        pools, query, _, splitting, transfers = args
+        pair = self.choose_pair(pools, query, transfers)
+        if pair is None or query.failed_endpoints:
+            return SplitDecision(None, SplitReason.NO_PAIR, splitting)
+        pull = EndpointPair(pair.prefill, pair.decode, 0.1, PULLED)
+        return SplitDecision(pull, SplitReason.PULL_CHEAPER, splitting)
+
+    monkeypatch.setattr(PricedSplitter, "decide", decide)
+
+
+def after(seconds: float, script: Script = decodes) -> Script:
+    async def waiting(request: EngineRequest) -> None:
+        await asyncio.sleep(seconds)
+        await script(request)
+
+    return waiting
+
+
+@pytest.mark.usefixtures("pulls_always")
+async def test_a_late_answer_of_the_source_is_not_counted_as_cached() -> None:
+    gate = asyncio.Event()
+    usage = {
+        "prompt_tokens": 2048,
+        "completion_tokens": 1,
+        "prompt_tokens_details": {"cached_tokens": 2040},
+    }
+    source = when_open(gate, prefills(OFFERED, usage=usage))
+    decoder = in_turn(when_open(gate, after(0.2)), decodes)
+    async with split_gateway("penstock", [source], [decoder], policy="priced") as f:
+        asking = asyncio.ensure_future(f.ask())
+        # The source is late: the other endpoint computes the prompt, and the source answers then.
+        request = await f.decode[0].wait_for_request()
+        assert "kv_transfer_params" not in request.json
+        gate.set()
+        released = await f.decode[0].wait_for_request(2)
+        assert released.json["kv_transfer_params"] == OFFERED
+        assert released.json["max_tokens"] == 1
+        assert (await asking).text == WHOLE
+        # The endpoint that computed the prompt has reported 8 cached tokens.
+        assert f.metric("penstock_cached_tokens_total") == 8
+        await f.at_rest()
