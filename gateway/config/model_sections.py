@@ -33,7 +33,8 @@ class Split(Section):
     transfer_timeout: Duration = setting(
         "30s",
         "Maximum time from the end of the prefill to the first token of a split request. After "
-        "it, one endpoint serves the request from its start.",
+        "it, one endpoint serves the request from its start. Ten times the expected time of the "
+        "answer is added if it is not a stream, as its first token is not seen.",
     )
     pull: bool = setting(
         True,

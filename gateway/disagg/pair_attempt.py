@@ -36,10 +36,16 @@ from kvtransfer.dialects import (
     parse_response,
 )
 from policies.pricing.pull_decision import patience_s
-from policies.pricing.split_decision import end_transfer
+from policies.pricing.split_decision import end_transfer, generation_s
 from policies.routing_types import RoutingQuery
 
 log = logging.getLogger("penstock")
+
+WHOLE_ANSWER_MARGIN = 10.0
+"""How many times its expected time an answer may take that is not a stream.
+
+It arrives long after its first token, so its KV may have arrived in time. Its length is unknown.
+"""
 
 # Local names: Enum attribute access is slow before Python 3.12, and every split request uses these.
 _RECOMPUTING, _FAILED = State.RECOMPUTING, State.FAILED
@@ -155,7 +161,18 @@ class PairAttempt(AttemptState):
             self._waiting.resolve()
 
     def _start_transfer_timer(self) -> None:
-        self.handoffs.transfers[self] = monotonic() + self.context.split.transfer_timeout_s
+        now = monotonic()
+        self.handoffs.transfers[self] = now + self._transfer_limit_s(now)
+
+    def _transfer_limit_s(self, now: float) -> float:
+        # Return in how many seconds the decode endpoint's answer must have begun.
+        pair, request = self.pair, self.context.call.request
+        limit_s = self.context.split.transfer_timeout_s
+        if pair.is_pull:  # the endpoint also computes the rest of the prompt
+            limit_s += patience_s(pair, request.prompt_tokens, now)
+        if not self.decode_reservation.has_visible_first_token:
+            limit_s += WHOLE_ANSWER_MARGIN * generation_s(pair, request)
+        return limit_s
 
     def _start_pull_timer(self) -> None:
         now, split = monotonic(), self.context.split

@@ -16,7 +16,7 @@ import msgspec
 from policies import pickers, routing_algorithm
 from policies.builtin_policies import DecodeLoad
 from policies.filters import below_cap
-from policies.latency.expected_latency import ttft_s
+from policies.latency.expected_latency import tpot_s, ttft_s
 from policies.policy_types import (
     DECODE_PHASE,
     Filter,
@@ -27,7 +27,7 @@ from policies.policy_types import (
     WeightedScorer,
 )
 from policies.pricing.transfer_time import PendingTransfer, TransferTimes
-from policies.routing_types import Candidate, Pick, RoutingQuery
+from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 
 DECODERS_TRIED = 3
 """Number of the cheapest decode endpoints of a group for which a prefill partner is priced."""
@@ -283,6 +283,11 @@ def begin_transfer(
         return None
     names = pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name
     return transfers.begin(names, pair.moved_tokens(prompt_tokens), rule.kv_token_s, now)
+
+
+def generation_s(pair: EndpointPair, request: Request) -> float:
+    """Return in how many seconds the decode endpoint is expected to generate the answer."""
+    return request.output_tokens * tpot_s(pair.decode.candidate.load, request.prompt_tokens)
 
 
 def end_transfer(transfer: PendingTransfer, pair: EndpointPair, first_token_at: float) -> None:

@@ -20,6 +20,7 @@ from tests.unit.gateway.disagg.scripted_engines import (
     Script,
     decodes,
     in_turn,
+    never_answers,
     prefills,
     split_gateway,
     when_open,
@@ -52,6 +53,35 @@ def after(seconds: float, script: Script = decodes) -> Script:
         await script(request)
 
     return waiting
+
+
+@pytest.mark.usefixtures("pulls_always")
+async def test_an_endpoint_has_time_to_compute_the_rest_of_a_pulled_prompt() -> None:
+    split = {"transfer_timeout": "5s"}
+    async with split_gateway(
+        "penstock", [prefills(OFFERED)], [after(15.0)], split=split, policy="priced"
+    ) as f:
+        # This endpoint is expected to need more than 10 s for the whole prompt.
+        assert (await f.ask(words=150_000, stream=True)).text == WHOLE
+        assert len(f.decode[0].requests) == 1
+        assert f.metric("penstock_pulls_total", result="pulled") == 1
+        await f.at_rest()
+
+
+@pytest.mark.usefixtures("pulls_always")
+async def test_the_kv_of_a_pull_has_a_time_limit() -> None:
+    split = {"transfer_timeout": "5s"}
+    async with split_gateway(
+        "penstock",
+        [prefills(OFFERED)],
+        [in_turn(never_answers, decodes)],
+        split=split,
+        policy="priced",
+    ) as f:
+        assert (await f.ask(stream=True)).text == WHOLE
+        assert "kv_transfer_params" not in f.decode[0].requests[1].json
+        assert f.metric("penstock_pulls_total", result="failed") == 1
+        await f.at_rest()
 
 
 @pytest.mark.usefixtures("pulls_always")

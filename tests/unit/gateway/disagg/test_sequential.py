@@ -397,6 +397,17 @@ async def test_an_overdue_transfer_is_abandoned_and_the_request_is_served_whole(
         await f.at_rest()
 
 
+async def test_a_whole_answer_is_not_overdue_while_its_tokens_are_generated() -> None:
+    async def answers_after_a_while(request: EngineRequest) -> None:
+        await asyncio.sleep(45.0)
+        await decodes(request)
+
+    async with split_gateway(NIXL, [prefills()], [answers_after_a_while]) as f:
+        assert (await f.ask(max_tokens=2000)).text == WHOLE
+        assert len(f.decode[0].requests) == 1
+        await f.at_rest()
+
+
 @pytest.mark.usefixtures("splits_always")
 async def test_an_overdue_transfer_teaches_that_its_link_is_slow() -> None:
     script = in_turn(never_answers, decodes)
