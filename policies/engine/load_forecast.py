@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from policies.engine.engine_load import EngineLoad
+    from policies.engine.queued_prompt import QueuedPrompt
     from policies.engine.scheduler_model import EngineModel
 
 # Share of new prompts that routing still sends to an endpoint while a prompt waits there.
@@ -114,10 +115,12 @@ def _forecast_kv(timeline: EngineModel, load: EngineLoad, context: float) -> Non
     # Set the used and free KV after all queued prompts have begun, and the rate at which KV is
     # freed.
     waiting = uncached = load.peer_load.prefill_tokens
+    prompt: QueuedPrompt
     for prompt in timeline.queue:
         if not prompt.has_kv:
             waiting += prompt.prompt_tokens
-            uncached += prompt.uncached_tokens
+            new = prompt.prompt_tokens - prompt.prefix_tokens
+            uncached += new if new > 0 else 1  # as in prompt.uncached_tokens, without its call
     prefixes = timeline.prefixes
     own: float = context + timeline.kv_prompts + timeline.incoming_kv_tokens
     used: float = own + uncached + prefixes.distinct - prefixes.tokens

@@ -319,11 +319,23 @@ def test_private_functions_are_called_without_a_look_up_and_public_ones_are_not(
     assert declarations("module", of(module=text)) == "cdef object _own(object a, bytes data)\n"
 
 
+def test_private_methods_of_a_class_of_floats_take_and_return_doubles() -> None:
+    lines = [line.strip() for line in told("policies.pricing.price_loop")]
+    assert "cdef double _loss(self, double share)" in lines
+    assert "cpdef object set_request(self, object request, object now, object part)" in lines
+
+
 def test_what_prices_and_engine_models_are_made_of_are_doubles_and_nothing_else_is_declared_so() -> (
     None
 ):
     for module in PROJECT.compiled:
-        declared = [" ".join(line.split()[-2:]) for line in told(module) if "double" in line]
+        lines = [line for line in told(module) if "double" in line]
+        declared = [" ".join(line.split()[-2:]) for line in lines if "(" not in line]
+        # Arguments and results of methods are doubles only in classes of nothing but floats.
+        wholly = [full for full, names in FLOATS.items() if not names]
+        assert len(declared) == len(lines) or any(
+            full.rpartition(".")[0] == module for full in wholly
+        )
         expected = [
             name
             for full, names in FLOATS.items()

@@ -76,7 +76,10 @@ FLOATS: Mapping[str, Collection[str]] = {
         *("request_s", "sequence_s", "token_s"),
     ),
 }
-"""Attributes that are always floats, by class; all attributes of the class if none is named."""
+"""Attributes that are always floats, by class; all attributes of the class if none is named.
+
+In such a class, arguments and results of private methods are C doubles, too.
+"""
 
 SUBCLASSED_BY_TESTS = ("policies.admission.cap_admission.CapAdmission",)
 """C classes without a subclass in the project that stay open for subclasses."""
@@ -211,7 +214,11 @@ def _declare_class(
     excluded |= _need_python_form({"", full, *related}, project)
     for method in _c_functions(_functions(node), excluded):
         is_visible = _is_visible(method.name, project)
-        yield f"    {c_types.signature(method, of_class=True, is_visible=is_visible)}"
+        has_floats = not is_visible and not FLOATS.get(full, (full,))
+        signature = c_types.signature(
+            method, of_class=True, is_visible=is_visible, has_floats=has_floats
+        )
+        yield f"    {signature}"
     yield "    pass"
 
 
@@ -312,25 +319,34 @@ class CTypes:
         return name if name in self.names else ""
 
     def signature(
-        self, function: ast.FunctionDef, *, is_visible: bool, of_class: bool = False
+        self,
+        function: ast.FunctionDef,
+        *,
+        is_visible: bool,
+        of_class: bool = False,
+        has_floats: bool = False,
     ) -> str:
         """Return the Cython declaration of a function, with its arguments and their types.
 
         For example "cpdef object _add(Request request, object number)": bytes and C classes keep
         their type, all other types are declared as object. It is "cdef" instead of "cpdef" if the
-        function is not visible to Python code.
+        function is not visible to Python code. With `has_floats`, what is annotated as float
+        becomes a C double.
         """
         arguments = function.args.args[of_class:]
         declared = ["self"] if of_class else []
         for number, argument in enumerate(arguments):
-            plain = argument.annotation is not None and ast.unparse(argument.annotation) == "bytes"
-            kind = "bytes" if plain else self.of(argument.annotation) or "object"
+            name = "" if argument.annotation is None else ast.unparse(argument.annotation)
+            kind = "bytes" if name == "bytes" else self.of(argument.annotation) or "object"
+            kind = "double" if has_floats and name == "float" else kind
             declared.append(
                 f"{kind} {argument.arg}"
                 + ("" if number < len(arguments) - len(function.args.defaults) else "=*")
             )
         kind = "cpdef" if is_visible else "cdef"
         result = self.of(function.returns) or "object"
+        if has_floats and function.returns is not None and ast.unparse(function.returns) == "float":
+            result = "double"
         return f"{kind} {result} {function.name}({', '.join(declared)})"
 
     def attribute_types(self, node: ast.ClassDef) -> dict[str, str]:
