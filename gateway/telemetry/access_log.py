@@ -75,7 +75,11 @@ class _Writer:
             block, self._block = self._block, b""
             if block is None:
                 return
-            lost = self._file.write(block)
+            try:
+                lost = self._file.write(block)
+            except Exception:  # later blocks still need the thread
+                log.exception("a part of the access log could not be written")
+                lost = block.count(b"\n")
             if lost:
                 self._on_lost(lost)
             self.is_busy = False

@@ -18,6 +18,7 @@ from gateway.metrics.metric_types import Counter
 from gateway.telemetry import access_log
 from gateway.telemetry.access_line import AccessLine
 from gateway.telemetry.access_log import LINES_PER_BLOCK, AccessLog
+from tests.duration_limits import PATIENCE_S
 
 
 def to(file: Path, **settings: Any) -> Observability:
@@ -103,6 +104,25 @@ async def test_lines_that_the_disk_refuses_are_counted(
     await log.close()
     await asyncio.sleep(0)
     assert dropped.value == 2
+
+
+async def test_an_unexpected_error_loses_its_lines_but_not_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise MemoryError
+
+    file, dropped = tmp_path / "access.jsonl", Counter()
+    log = AccessLog(to(file), asyncio.get_running_loop(), dropped)
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "write", fail)
+        log.write(LINE)
+        async with asyncio.timeout(PATIENCE_S):
+            while not dropped.value:
+                await asyncio.sleep(0.001)
+    log.write(LINE)
+    await log.close()
+    assert (file.read_bytes().count(b'"req_1"'), dropped.value) == (1, 1)
 
 
 async def test_lines_without_a_thread_are_counted_and_later_ones_written(
