@@ -351,6 +351,8 @@ class App:
         if predecessor_stop is not None:
             await predecessor_stop
         await self._tracer.close()
+        # Requests that were aborted above may have ended only during the last steps.
+        self.gateway.accounts.account_ended()
         await self._log.close()
         log.info("drain ended after %.1f s; the gateway process stops", monotonic() - began)
 

@@ -127,9 +127,13 @@ class PoolMirror:
     def begin(self, members: Mapping[str, msgspec.Raw], salt: bytes, slot: int) -> None:
         """Start to compare the answer of the endpoint in `slot` with that of a candidate engine.
 
+        A mirror that has been closed meanwhile starts nothing.
+
         members  members of the request's body, as raw JSON
         salt     cache salt of the request
         """
+        if self._is_closed:
+            return
         base = next((live for live in self._endpoints() if live.load.slot == slot), None)
         others = [live for live in self._endpoints() if live.endpoint.pool == self.spec.to]
         up = [live for live in others if _is_up(live)]

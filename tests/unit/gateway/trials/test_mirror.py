@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.trials import mirror as mirror_module
@@ -140,3 +141,24 @@ async def test_a_mirror_that_was_removed_by_a_reload_counts_nothing_more(tmp_pat
         assert status == 200
         mirror.give_up("unanswered")
         assert mirror.as_json()["requests"] == {}
+
+
+async def test_a_request_that_ends_after_its_mirror_was_closed_is_not_copied(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as harness:
+        mirror = await reloaded(harness, mirrored(harness))
+        await ask(harness, "one")
+        assert await ended(harness, 1) == {"compared": 1}
+        slot = next(
+            live.load.slot
+            for live in harness.app._endpoints.all()
+            if live.endpoint.pool == "chat" and live.load.is_available
+        )
+        members = {"model": msgspec.Raw(b'"demo-8b"')}
+        mirror.begin(members, b"", slot)
+        assert mirror._tasks, "an open mirror copies it"
+        mirror.close()
+        await asyncio.gather(*mirror._tasks, return_exceptions=True)
+        mirror.begin(members, b"", slot)
+        assert not mirror._tasks
