@@ -236,6 +236,8 @@ class PriceScorer:
         loop.set_request(query.request, query.now, WHOLE_REQUEST)
         if query.request.session:
             loop.set_most_cached(most_cached(candidates, query.cached_by_slot))
+        # Sessions that begin before prices decide are remembered, too.
+        is_start = bool(query.request.session) and self._starts.is_first(query.request)
         rows = zip(candidates, *factors, repeat(0.0))
         if self._is_unmeasured:
             lags = lags_behind_best(self._prefill_work(query, candidates))
@@ -243,7 +245,7 @@ class PriceScorer:
         if any(map(_RANKS, candidates)):
             lags = lags_behind_best_rank(candidates, self._prefill_work(query, candidates))
             scores = self._scores_with_lags(query, list(rows), lags)
-        elif query.request.session and self._starts.is_first(query.request):
+        elif is_start:
             placed = list(rows)
             scores = self._scores_with_lags(query, placed, self._lags_of_start(query, placed))
         else:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
+from policies.engine.step_time import SpeedFactor, UsualSpeeds
 from policies.pricing.endpoint_price import PricedPolicy, PriceScorer
 from policies.pricing.session_placement import REMEMBERED, SessionStarts
 from policies.routing_types import INFERRED_SESSION, Candidate, RoutingQuery
@@ -74,6 +75,17 @@ def test_what_a_move_costs_is_part_of_the_explained_work() -> None:
     assert by.prices(turn("a", 2, [8192]), fleet) == pytest.approx(
         [sum(one.values()), sum(other.values())]
     )
+
+
+def test_a_session_that_began_before_speeds_were_measured_does_not_begin_again() -> None:
+    by, fleet = PriceScorer(PricedPolicy()), crowded_and_waiting()
+    by.scores(turn("a", 1), fleet)
+    for one in fleet:
+        belief = one.load.belief
+        known = SpeedFactor(1.0, 0.01)
+        belief.speeds = UsualSpeeds(known, belief.speeds.pairs, known)
+    assert cheapest(by, turn("b", 1), fleet) == 0
+    assert cheapest(by, turn("a", 2), fleet) == 1
 
 
 def test_sessions_without_a_name_never_begin() -> None:
