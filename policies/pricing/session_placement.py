@@ -8,6 +8,8 @@ ones to another, and the later turns would meet the unequal numbers of sessions.
 
 from __future__ import annotations
 
+from collections import deque
+
 from policies.endpoint_load import EndpointLoad
 from policies.latency.expected_latency import tpot_s
 from policies.pricing.price_loop import patience_s
@@ -23,19 +25,27 @@ class SessionStarts:
     A session that is recognised by its growing prompt has begun before.
     """
 
-    __slots__ = ("_first",)
+    # _first: the id of the first request, by session
+    # _oldest: the sessions, oldest first. The first key of a dictionary takes thousands of steps to
+    # find where as many before it were deleted
+    __slots__ = ("_first", "_oldest")
 
     def __init__(self) -> None:
-        self._first: dict[str, str] = {}  # the id of the first request, by session
+        self._first: dict[str, str] = {}
+        self._oldest: deque[str] = deque()
 
     def is_first(self, request: Request) -> bool:
         """Return whether a request begins a session; every attempt of a request counts alike."""
         if not request.session or request.is_session_inferred:
             return False
-        first = self._first.setdefault(request.session, request.id)
-        if len(self._first) > REMEMBERED:
-            del self._first[next(iter(self._first))]
-        return first == request.id
+        first = self._first.get(request.session)
+        if first is not None:
+            return first == request.id
+        self._first[request.session] = request.id
+        self._oldest.append(request.session)
+        if len(self._oldest) > REMEMBERED:
+            del self._first[self._oldest.popleft()]
+        return True
 
 
 def own_delay(
