@@ -11,18 +11,20 @@ replays; the engines of a live fleet read theirs by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from heapq import nsmallest
 from math import inf
 from typing import NamedTuple
 
 import msgspec
 
 from policies import pickers, routing_algorithm
-from policies.latency.expected_latency import prefill_s, ttft_s
+from policies.latency.expected_latency import backlog_s, prefill_s, ttft_s
 from policies.policy_types import DECODE_PHASE, LinkLoad, PhaseShare, Policy
 from policies.pricing.split_decision import (
     LATEST,
     EndpointPair,
+    PairGroup,
     SplitDecision,
     SplitPools,
     SplitReason,
@@ -36,6 +38,15 @@ LEAST_PULL = 1024
 
 LEAST_PATIENCE_S = 0.25
 """Least number of seconds after which the request for a beginning is given up."""
+
+LEAST_LOSS = 0.01
+"""Least price of an endpoint with the cached tokens for which the gateway considers a pull.
+
+A pull saves at most that price, which is in requests lost by delays.
+"""
+
+MOST_PRICED = 8
+"""Maximum number of endpoints that are priced with a pull by the gateway, and of their sources."""
 
 _IDLE = LinkLoad(0, 0.0, 0.0)
 
@@ -124,16 +135,14 @@ class PullPricer:
         transfers   the measured times of transfers between endpoints, and those in progress; None:
                     endpoints send each other nothing
         stored      what the stores of the endpoints' hosts are believed to have
-        sources     the endpoints that may get a request for KV, which the policy's filters apply
-                    to; None: the candidates send KV without a request
+        sources     the endpoints that may get a request for KV; None: the candidates send KV
+                    without a request
         """
-        if sources is None:
-            sources = candidates
-        else:
-            sources = routing_algorithm.keep(self._policy, query, sources)
+        sources = candidates if sources is None else sources
         options = _Options(self, query, candidates, sources, transfers, stored)
-        allowed = routing_algorithm.keep(self._policy, query, candidates)
-        kept = [each for each in allowed if options.fetched(each) >= LEAST_PULL]
+        kept = [
+            each for each in self.keep(query, candidates) if options.fetched(each) >= LEAST_PULL
+        ]
         if not kept:
             return None
         pick = self._cheapest(query, kept, options)
@@ -154,6 +163,10 @@ class PullPricer:
         scores = [-(prefill + decode) for prefill, decode in zip(prefills, decodes, strict=True)]
         index = pickers.best(after, kept, scores)
         return routing_algorithm.pick_of("pull", after, kept, scores, index)
+
+    def keep(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Return the candidates that may get this request by the policy's filters."""
+        return routing_algorithm.keep(self._policy, query, candidates)
 
     def begin(
         self, pull: PullDecision, transfers: TransferTimes | None, now: float
@@ -220,10 +233,11 @@ class _Options:
         stored: StoredTokens,
     ) -> None:
         self._pricer, self._query = pricer, query
-        size = max((each.load.slot for each in (*candidates, *sources)), default=-1) + 1
-        self._cached = _padded(query.cached_by_slot, size)
-        self._in_memory = list(map(max, self._cached, _padded(stored.in_memory, size)))
-        self.held = list(map(max, self._in_memory, _padded(stored.in_all, size)))
+        slots = [each.load.slot for each in (*candidates, *sources)]
+        size = max(slots, default=-1) + 1
+        self._cached = _padded(query.cached_by_slot, slots, size)
+        self._in_memory = list(map(max, self._cached, _padded(stored.in_memory, slots, size)))
+        self.held = list(map(max, self._in_memory, _padded(stored.in_all, slots, size)))
         self._forecast = None if transfers is None else pricer.forecast(transfers, query.now)
         self._source_s = 0.0
         self._source = None if self._forecast is None else self._best(sources, self._forecast)
@@ -278,8 +292,16 @@ class _Options:
         return PhaseShare(decodes=0.0, transfers_s=seconds, link_loads=loads)
 
 
-def _padded(tokens: Sequence[int], size: int) -> list[int]:
-    return [*tokens[:size], *[0] * (size - len(tokens))]
+def _tokens(by_slot: Sequence[int], slot: int) -> int:
+    return by_slot[slot] if slot < len(by_slot) else 0
+
+
+def _padded(tokens: Sequence[int], slots: Sequence[int], size: int) -> list[int]:
+    # Return the tokens of these slots by slot. The sequence may look each one up (PrefixMatch).
+    padded = [0] * size
+    for slot in slots:
+        padded[slot] = _tokens(tokens, slot)
+    return padded
 
 
 def cheaper_pull(
@@ -288,17 +310,25 @@ def cheaper_pull(
     pools: SplitPools,
     query: RoutingQuery,
     transfers: TransferTimes,
+    paused: Container[str] = (),
 ) -> SplitDecision:
     """Return a decision to pull the beginning of a prompt, or `decision` if that costs no more.
 
     decision  the cheapest choice without a pull: a pair of endpoints, or one endpoint
+    paused    names of endpoints that are not to be sources
     """
-    score = decision.score
-    if score is None or max(query.cached_by_slot, default=0) < LEAST_PULL:
+    score, whole, cached = decision.score, decision.whole, query.cached_by_slot
+    most = max(cached, default=0)
+    if score is None or whole is None or most < LEAST_PULL or _suffices(decision, most):
         return decision
     best: PullDecision | None = None
     for group in pools.groups:
-        pull = pricer.decide(query, group.decodes, score, transfers, sources=group.prefills)
+        sources = _sources(pricer, group, query, paused)
+        if not sources:
+            continue
+        held = _tokens(cached, sources[0].load.slot)
+        candidates = _shortlist(whole, group, cached, held - LEAST_PULL)
+        pull = pricer.decide(query, candidates, score, transfers, sources=sources)
         if pull is not None:
             best, score = pull, pull.pick.score
     if best is None:
@@ -306,6 +336,49 @@ def cheaper_pull(
     source = routing_algorithm.pick_of("pull_source", query, (best.source,), (score,), 0)
     pair = EndpointPair(source, best.pick, best.own_s, best.pulled_tokens)
     return SplitDecision(pair, SplitReason.PULL_CHEAPER, decision.splitting, score)
+
+
+def _suffices(decision: SplitDecision, most: int) -> bool:
+    # Return whether a single endpoint was chosen that lacks little, and costs next to nothing.
+    #
+    # A busy one is no exit: answers are delayed there, even by the few tokens that are not cached.
+    whole = decision.whole
+    if decision.pair is not None or whole is None:
+        return False
+    return most - whole.cached_tokens < LEAST_PULL and -whole.score < LEAST_LOSS
+
+
+def _sources(
+    pricer: PullPricer, group: PairGroup, query: RoutingQuery, paused: Container[str]
+) -> Sequence[Candidate]:
+    # Return the endpoints that have most of the prompt and may get a request for it.
+    #
+    # If many are equal, as with a common system prompt, these are the ones with least to compute.
+    cached = query.cached_by_slot
+    holders = [
+        each
+        for each in group.prefills
+        if _tokens(cached, each.load.slot) >= LEAST_PULL and each.endpoint.name not in paused
+    ]
+    holders = [each for each in pricer.keep(query, holders) if each.load.is_available]
+    most = max((cached[each.load.slot] for each in holders), default=0)
+    equal = [each for each in holders if cached[each.load.slot] == most]
+    return nsmallest(MOST_PRICED, equal, key=lambda each: backlog_s(each.load, query.now))
+
+
+def _shortlist(
+    whole: Pick, group: PairGroup, cached: Sequence[int], most_cached: int
+) -> list[Candidate]:
+    # Return the cheapest endpoints without a pull that have at most `most_cached` tokens cached.
+    scores, candidates = whole.scores, whole.candidates
+    shortlist = list[Candidate]()
+    for index in sorted(range(len(scores)), key=scores.__getitem__, reverse=True):
+        candidate = candidates[index]
+        if _tokens(cached, candidate.load.slot) <= most_cached and candidate in group.decodes:
+            shortlist.append(candidate)
+            if len(shortlist) == MOST_PRICED:
+                break
+    return shortlist
 
 
 def patience_s(pair: EndpointPair, prompt_tokens: int, now: float) -> float:

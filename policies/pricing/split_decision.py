@@ -173,12 +173,14 @@ class SplitDecision(msgspec.Struct, frozen=True):
     reason     why it was split or not
     splitting  whether the rule is now in the mode of splitting; pass it to the next decision
     score      the price of the choice, negative; None where there is no choice, or no price
+    whole      the best single endpoint, with the prices of the others; None where none was priced
     """
 
     pair: EndpointPair | None
     reason: SplitReason
     splitting: bool
     score: float | None = None
+    whole: Pick | None = None
 
 
 def build_splitter(rule: SplitRule, policy: Policy) -> Splitter:
@@ -424,19 +426,19 @@ class PricedSplitter(Splitter, frozen=True):
             return SplitDecision(None, why, splitting)
         whole = routing_algorithm.pick(self.prefill, query, pools.alone)
         if whole is not None and shape.max_tokens is not None and shape.max_tokens <= 1:
-            return SplitDecision(None, SplitReason.ONE_TOKEN, splitting, whole.score)
+            return SplitDecision(None, SplitReason.ONE_TOKEN, splitting, whole.score, whole)
         pair = self.choose_pair(pools, query, transfers)
         if pair is None:
             score = None if whole is None else whole.score
-            return SplitDecision(None, SplitReason.NO_PAIR, splitting, score)
+            return SplitDecision(None, SplitReason.NO_PAIR, splitting, score, whole)
         if whole is None:
             if _has_candidate(pools.alone, query):
                 return SplitDecision(None, SplitReason.WHOLE_CHEAPER, splitting)
             return SplitDecision(pair, SplitReason.NO_SINGLE_ENDPOINT, splitting)
         score = pair.prefill.score + pair.decode.score
         if score > whole.score:
-            return SplitDecision(pair, SplitReason.PAIR_CHEAPER, splitting, score)
-        return SplitDecision(None, SplitReason.WHOLE_CHEAPER, splitting, whole.score)
+            return SplitDecision(pair, SplitReason.PAIR_CHEAPER, splitting, score, whole)
+        return SplitDecision(None, SplitReason.WHOLE_CHEAPER, splitting, whole.score, whole)
 
     def choose_pair(
         self, pools: SplitPools, query: RoutingQuery, transfers: TransferTimes | None = None

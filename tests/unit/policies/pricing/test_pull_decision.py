@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from random import Random
 
 import msgspec
 import pytest
 
 from policies import routing_algorithm
+from policies.prefix.prefix_match import PrefixMatch
 from policies.pricing.endpoint_price import PricedPolicy
 from policies.pricing.pull_decision import (
     LEAST_PATIENCE_S,
     LEAST_PULL,
+    MOST_PRICED,
     NO_STORE,
     PullDecision,
     PullPricer,
@@ -129,7 +132,10 @@ def test_a_transfer_teaches_its_time_and_occupies_its_links_until_the_first_toke
 
 
 def gateway_decision(
-    candidates: Sequence[Candidate], cached: Sequence[int], score: float | None = None
+    candidates: Sequence[Candidate],
+    cached: Sequence[int],
+    score: float | None = None,
+    paused: Container[str] = (),
 ) -> SplitDecision:
     query = ask(PROMPT, cached=cached)
     pools = SplitPools((PairGroup("", tuple(candidates), tuple(candidates)),), tuple(candidates))
@@ -137,9 +143,9 @@ def gateway_decision(
     assert whole is not None
     pricer = PullPricer(POLICY, SplitRule(1), by_request=True)
     decision = SplitDecision(
-        None, SplitReason.WHOLE_CHEAPER, False, whole.score if score is None else score
+        None, SplitReason.WHOLE_CHEAPER, False, whole.score if score is None else score, whole
     )
-    return cheaper_pull(pricer, decision, pools, query, TransferTimes())
+    return cheaper_pull(pricer, decision, pools, query, TransferTimes(), paused)
 
 
 def generating(slot: int, backlog_s: float = 0.0) -> Candidate:
@@ -174,6 +180,71 @@ def test_the_gateway_pulls_only_from_endpoints_that_may_get_the_request() -> Non
     decision = gateway_decision([full, outlook(1), generating(2)], (HELD, 0, HELD - 100))
     assert decision.pair is not None
     assert decision.pair.prefill.candidate.load.slot == 2
+
+
+def test_the_gateway_prices_no_pull_from_an_idle_endpoint_that_has_nearly_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    priced: list[object] = []
+    monkeypatch.setattr(PullPricer, "decide", lambda *args, **_: priced.append(args))
+    gateway_decision([outlook(0), outlook(1)], (HELD, 0))
+    gateway_decision([outlook(0), busy(1, 2.0)], (HELD - LEAST_PULL + 1, HELD))
+    assert not priced
+    gateway_decision([outlook(0), busy(1, 2.0)], (HELD - LEAST_PULL, HELD))
+    gateway_decision([generating(0), outlook(1)], (HELD, 0))
+    assert len(priced) == 2
+
+
+def fleet(rng: Random, size: int) -> list[Candidate]:
+    # Return endpoints with different numbers of answers and prompts.
+    return [
+        generating(slot, rng.random()) if rng.random() < 0.3 else busy(slot, 2.0 * rng.random())
+        for slot in range(size)
+    ]
+
+
+def test_the_gateway_prices_a_few_endpoints_of_a_large_fleet_and_finds_a_cheap_pull() -> None:
+    rng, found = Random(3), 0
+    for _ in range(20):
+        endpoints = [generating(0, 0.1), *fleet(rng, 40)[1:]]
+        cached = [HELD, *[rng.choice((0, 0, 4096)) for _ in endpoints[1:]]]
+        decision = gateway_decision(endpoints, cached)
+        query = ask(PROMPT, cached=cached)
+        whole = routing_algorithm.pick(POLICY, query, endpoints)
+        assert whole is not None
+        every = PullPricer(POLICY, SplitRule(1), by_request=True).decide(
+            query, endpoints, whole.score, TransferTimes(), sources=endpoints[:1]
+        )
+        assert (decision.pair is None) == (every is None)
+        if decision.pair is not None and every is not None:
+            found += 1
+            assert len(decision.pair.decode.candidates) == MOST_PRICED
+            gain = every.pick.score - whole.score
+            assert decision.score is not None
+            assert decision.score - whole.score > 0.95 * gain
+    assert found > 5
+
+
+def test_of_many_endpoints_with_the_same_beginning_one_without_a_queue_sends_it() -> None:
+    endpoints = [generating(slot, 0.1 * (20 - slot)) for slot in range(20)]
+    decision = gateway_decision([*endpoints, outlook(20)], [*[HELD] * 20, 0])
+    assert decision.pair is not None
+    assert decision.pair.prefill.candidate.load.slot == 19
+
+
+def test_the_gateway_reads_the_cached_tokens_of_a_large_pool() -> None:
+    match = PrefixMatch(2, {0: HELD}, (), HELD)
+    decision = gateway_decision([generating(0), outlook(1)], match)
+    assert decision.pair is not None
+    assert decision.pair.pulled_tokens == HELD
+
+
+def test_an_endpoint_that_is_paused_is_no_source() -> None:
+    endpoints = [generating(0), outlook(1), generating(2)]
+    decision = gateway_decision(endpoints, (HELD, 0, HELD - 100), paused={"tp0"})
+    assert decision.pair is not None
+    assert decision.pair.prefill.candidate.load.slot == 2
+    assert gateway_decision(endpoints[:2], (HELD, 0), paused={"tp0"}).pair is None
 
 
 @pytest.mark.parametrize(
