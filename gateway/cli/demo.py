@@ -383,7 +383,7 @@ models:
 {split}
 pools:
   chat:
-    policy: {policy}      # or priced, least_loaded, ...: docs/policies.md
+    policy: {policy}      # or prefix_aware, least_loaded, ...: docs/policies.md
     admission: priced      # or cap, none, ...: docs/admission.md; priced reads agents' sessions
     # One endpoint per TP group, which is one engine process behind one URL. The label `chaos` is
     # the address where `penstock chaos` injects faults into a mock.

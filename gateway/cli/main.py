@@ -18,9 +18,10 @@ from typing import Annotated, Any, NoReturn
 
 from command_line import Option, run_command
 from gateway.cli.commands import COMMANDS, command_function
-from gateway.cli.shared_options import POLICY_HELP, JsonOption
+from gateway.cli.shared_options import JsonOption, PolicyOption
 from gateway.cli.terminal_output import exit_with_error, is_utf8_output, print_json, print_line
 from gateway.util.version import version_facts, version_line
+from policies.default_policy import DEFAULT_POLICY, SPLIT_POLICY
 
 
 def config_in_text(text: str) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def demo(
     groups: Annotated[
         int, Option("--groups", min=1, max=64, help="Number of mock engines to start.")
     ] = 4,
-    policy: Annotated[str, Option("--policy", help=POLICY_HELP)] = "prefix_aware",
+    policy: PolicyOption = None,
     port: Annotated[int, Option("--port", min=1, max=65535, help="Port of the OpenAI API.")] = 8080,
     admin_port: Annotated[
         int, Option("--admin-port", min=1, max=65535, help="Port of the admin server.")
@@ -160,7 +161,13 @@ def demo(
         raise SystemExit(
             run_demo(
                 DemoOptions(
-                    groups, policy, port, admin_port, model, speed, dialect if split else None
+                    groups,
+                    policy or (SPLIT_POLICY if split else DEFAULT_POLICY),
+                    port,
+                    admin_port,
+                    model,
+                    speed,
+                    dialect if split else None,
                 )
             )
         )

@@ -19,6 +19,7 @@ from gateway.cli.shared_options import (
     check_engine_key,
 )
 from gateway.cli.terminal_output import exit_with_error, print_line
+from policies.default_policy import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from gateway.app import App
@@ -75,7 +76,7 @@ def serve(
             loaded = load_with_warnings(config, os.environ)
         else:
             address = host or "127.0.0.1", _value_or(port, 8080), _value_or(admin_port, 8081)
-            loaded = _load_engines(engine or [], policy or "prefix_aware", *address, engine_key)
+            loaded = _load_engines(engine or [], policy or DEFAULT_POLICY, *address, engine_key)
     except ConfigError as error:
         exit_with_problems(error, as_json=False)
     from gateway.workers.worker_count import resolve_worker_count

@@ -10,7 +10,7 @@ from command_line import Option, UsageError
 
 DEFAULT_ADMIN_URL = "http://127.0.0.1:8081"
 JsonOption = Annotated[bool, Option("--json", help="Print the result as JSON instead of text.")]
-POLICY_HELP = "Routing policy: prefix_aware, priced, or any other name in docs/policies.md."
+POLICY_HELP = "Routing policy: priced, prefix_aware, or any other name in docs/policies.md."
 PolicyOption = Annotated[str | None, Option("--policy", help=POLICY_HELP)]
 AdminPortOption = Annotated[
     int | None,

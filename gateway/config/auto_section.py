@@ -21,7 +21,7 @@ AUTO = "auto"
 
 It is short for the default policy together with a section `auto` without settings."""
 
-DEFAULT_PORTFOLIO = ("prefix_aware", "priced", "llmd_blend", "lmetric")
+DEFAULT_PORTFOLIO = ("priced", "prefix_aware", "llmd_blend", "lmetric")
 LEAST_INTERVAL_S = 2.0
 
 

@@ -12,15 +12,19 @@ from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validat
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from gateway.config.rule_findings import get_member
 from gateway.config.value_types import Name, Section, setting
 from gateway.config.yaml_source import number_if_substituted, numbers_if_substituted
+from policies.default_policy import SPLIT_POLICY
+
+SPLIT_ROLES = ("prefill", "decode")
 
 
 class PolicySpec(Section):
     """The routing policy, which picks an endpoint: a name or a mapping with parameters."""
 
     name: Name = Field(
-        description="Name of the routing policy: prefix_aware, priced, or another one in the "
+        description="Name of the routing policy: priced, prefix_aware, or another one in the "
         "table below."
     )
     params: Mapping[str, Annotated[Any, BeforeValidator(numbers_if_substituted)]] = Field(
@@ -86,3 +90,16 @@ class Canary(Section):
                 "it serves"
             )
         return self
+
+
+def with_policy_of_roles(data: Any) -> Any:
+    """Return a pool's configuration with SPLIT_POLICY, if it is split and names no policy.
+
+    `data` is the pool's configuration as plain data. A pool is split if an endpoint has the role
+    `prefill` or `decode`.
+    """
+    endpoints = get_member(data, "endpoints")
+    if not isinstance(endpoints, list) or get_member(data, "policy") is not None:
+        return data
+    has_roles = any(get_member(endpoint, "role") in SPLIT_ROLES for endpoint in endpoints)
+    return {**data, "policy": SPLIT_POLICY} if has_roles else data

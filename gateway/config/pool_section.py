@@ -10,10 +10,16 @@ from gateway.config.auto_section import AutoPolicy, without_auto_name
 from gateway.config.discovery_sections import Discover
 from gateway.config.endpoint_sections import EndpointSpec
 from gateway.config.mirror_section import Mirror
-from gateway.config.policy_sections import AdmissionChoice, Canary, PolicyChoice
+from gateway.config.policy_sections import (
+    AdmissionChoice,
+    Canary,
+    PolicyChoice,
+    with_policy_of_roles,
+)
 from gateway.config.value_types import Duration, Section, setting
 from gateway.config.yaml_source import number_if_substituted
 from policies import admission_registry
+from policies.default_policy import DEFAULT_POLICY
 
 
 class WaitingRoom(Section):
@@ -32,8 +38,9 @@ class Pool(Section):
     """A pool: endpoints that serve the same models, and the policy that picks among them."""
 
     policy: PolicyChoice = setting(
-        "prefix_aware",
-        "Name of the routing policy, or a mapping of name and parameters. `auto` means the "
+        DEFAULT_POLICY,
+        "Name of the routing policy, or a mapping of name and parameters. A pool with an endpoint "
+        "of the role prefill or decode has the policy prefix_aware by default. `auto` means the "
         "default policy together with the section `auto`.",
     )
     auto: AutoPolicy | None = setting(
@@ -69,4 +76,5 @@ class Pool(Section):
         "decides.",
     )
 
+    _policy_of_roles = model_validator(mode="before")(with_policy_of_roles)
     _auto_name = model_validator(mode="before")(without_auto_name)

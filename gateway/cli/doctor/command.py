@@ -55,6 +55,7 @@ from gateway.fleet.endpoint_from_config import to_endpoint
 from gateway.fleet.served_models import engine_name, explicit_models
 from gateway.http.outgoing_tls import ClientContexts
 from kvtransfer.dialects import standalone_members
+from policies.default_policy import DEFAULT_POLICY
 from policies.engine_kinds import ENGINE_TRAITS
 
 THREADS = 16
@@ -133,7 +134,7 @@ def doctor(
 def _load(file: Path | None, urls: Sequence[str], engine_key: str | None) -> LoadedConfig:
     if file is not None:
         return load_with_warnings(file, os.environ)
-    build = partial(config_from_engines, urls, "prefix_aware", "127.0.0.1", 0, 0, engine_key)
+    build = partial(config_from_engines, urls, DEFAULT_POLICY, "127.0.0.1", 0, 0, engine_key)
     return config_with_kinds(urls, build)[0]
 
 

@@ -20,13 +20,13 @@ pools:
 
 
 def test_a_policy_replaces_auto_and_comments_and_references_stay() -> None:
-    changed = with_policy(TEXT, "chat", PolicyMember("priced"))
-    assert b"policy: priced\n" in changed
+    changed = with_policy(TEXT, "chat", PolicyMember("lmetric"))
+    assert b"policy: lmetric\n" in changed
     assert b"# for auto" in changed
     assert b"# the only pool" in changed
     assert b"${KEY:-0123456789abcdef0123}" in changed
     before, after = load_text(TEXT, "f", {}), load_text(changed, "f", {})
-    assert [str(change) for change in diff(before, after)] == ["pools.chat.policy: auto -> priced"]
+    assert [str(change) for change in diff(before, after)] == ["pools.chat.policy: auto -> lmetric"]
     assert after.config.pools["chat"].auto == before.config.pools["chat"].auto
 
 

@@ -21,6 +21,7 @@ from gateway.config import (
     load_with_warnings,
     secret_rules,
 )
+from gateway.config.policy_sections import with_policy_of_roles
 from policies.admission_registry import build_admission
 from policies.prefix.prefix_index import PrefixIndex
 from policies.routing_types import EngineKind, Role
@@ -35,12 +36,31 @@ def config(folder: Path, text: str, env: dict[str, str] | None = None) -> Config
     return load_config(file, env or {})
 
 
+@pytest.mark.parametrize(
+    ("member", "policy"),
+    [("role: decode", "prefix_aware"), ("role: both", "priced"), ("name: a", "priced")],
+)
+def test_a_pool_that_names_no_policy_has_one_by_the_roles_of_its_endpoints(
+    tmp_path: Path, member: str, policy: str
+) -> None:
+    assert config(tmp_path, f"{SHORTEST}        {member}\n").pools["chat"].policy.name == policy
+
+
+def test_a_named_policy_stays_whatever_the_roles_are() -> None:
+    pool = {"policy": "priced", "endpoints": [{"role": "prefill"}]}
+    assert with_policy_of_roles(pool) == pool
+    assert with_policy_of_roles({**pool, "policy": None})["policy"] == "prefix_aware"
+    assert with_policy_of_roles({"endpoints": [{"role": ["prefill"]}, 3]}) == {
+        "endpoints": [{"role": ["prefill"]}, 3]
+    }
+
+
 def test_the_shortest_file_gets_every_default(tmp_path: Path) -> None:
     shortest = config(tmp_path, SHORTEST)
     pool = shortest.pools["chat"]
     assert (shortest.listeners.api.host, shortest.listeners.api.port) == ("127.0.0.1", 8080)
     assert (shortest.listeners.admin.host, shortest.listeners.admin.port) == ("127.0.0.1", 8081)
-    assert pool.policy.name == "prefix_aware"
+    assert pool.policy.name == "priced"
     assert (pool.waiting_room.size, pool.waiting_room.timeout) == (256, 30.0)
     (endpoint,) = pool.endpoints
     assert (endpoint.role, endpoint.engine, endpoint.max_concurrency) == (
