@@ -168,7 +168,7 @@ class RequestBody(msgspec.Struct, frozen=True):
     disagg_prefill_dp_rank: Any = None
     return_token_ids: bool | None = None
     prompt_token_ids: list[TokenId] | None = None
-    truncate_prompt_tokens: Positive | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] = "left"
 
 
@@ -370,7 +370,8 @@ def _check_limit(body: RequestBody, limit: int, leg: PrefillLeg | DecodeLeg | No
 
 def _all_prompts(body: RequestBody, chat: bool) -> list[bytes]:
     prompts = [render_chat(_chat_parts(body))] if chat else _completion_prompts(body)
-    if body.truncate_prompt_tokens is None:
+    # -1 stands for the model's context, which the mock does not cut prompts to.
+    if body.truncate_prompt_tokens is None or body.truncate_prompt_tokens < 1:
         return prompts
     size = body.truncate_prompt_tokens * TOKEN_BYTES
     is_right = body.truncation_side == "right"
