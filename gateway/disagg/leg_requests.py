@@ -181,9 +181,7 @@ class LegRequests:
         retries = exchange.retries
         request_id = f"{exchange.id}-{len(retries)}" if retries else exchange.id
         trace_lines = "" if exchange.trace is not None else propagated_headers(headers)
-        self._lines = (
-            f"x-request-id: {request_id}\r\n{client_lines(headers)}{trace_lines}content-length: "
-        )
+        self._lines = f"{client_lines(headers)}{trace_lines}content-length: "
         self.terms = HandoffTerms(
             request_id,
             number,
@@ -376,7 +374,8 @@ class LegRequests:
     ) -> tuple[bytes, bytes]:
         # Return head and body of a request to an engine: the client's body with these edits.
         #
-        # `role` names the request in traces; "" leaves out trace headers and cache salt.
+        # `role` names the request in traces; "" is a release request, which has an id of its
+        # own, and neither trace headers nor cache salt.
         context, endpoint = self._context, reservation.endpoint
         call, trace = context.call, context.exchange.trace
         served = context.route.resolve_name(endpoint)
@@ -387,7 +386,9 @@ class LegRequests:
             edits = replace(edits, put=put)
         model = None if served == call.request.model else served
         body = edited(call.body, self._members, edits, model)
-        lines = f"{self._lines}{len(body)}\r\n"
+        # A release request may run beside the client's request on one engine.
+        request_id = self.terms.request_id if role else f"{self.terms.request_id}-release"
+        lines = f"x-request-id: {request_id}\r\n{self._lines}{len(body)}\r\n"
         if trace is not None and role:
             lines += trace.add_leg(role, endpoint.name, monotonic())
         for name, value in edits.headers:

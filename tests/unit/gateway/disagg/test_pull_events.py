@@ -103,6 +103,8 @@ async def test_a_late_answer_of_the_source_is_not_counted_as_cached() -> None:
         released = await f.decode[0].wait_for_request(2)
         assert released.json["kv_transfer_params"] == OFFERED
         assert released.json["max_tokens"] == 1
+        # Both requests run on one engine, which tells requests apart by their ids.
+        assert released.headers["x-request-id"] == f"{request.headers['x-request-id']}-release"
         assert (await asking).text == WHOLE
         # The endpoint that computed the prompt has reported 8 cached tokens.
         assert f.metric("penstock_cached_tokens_total") == 8
