@@ -22,6 +22,10 @@ from policies.pricing.split_decision import EndpointPair, PairGroup
 # fail). It is unknown whether the decode or the prefill endpoint caused them.
 KV_FAILURES = frozenset({"status_500", "engine_error"})
 
+# Answers to the first request of a pull that show nothing about other requests: the engine may be
+# unable to shorten a prompt or to hand over its beginning.
+PULL_FAILURES = frozenset({"status_500", "status_501"})
+
 
 # Blame
 
@@ -30,9 +34,12 @@ def blame_prefill(attempt: AttemptState) -> None:
     """Count the failure of a split request against the endpoint that computed the prompt (prefill).
 
     The stored identity of the prefill engine is dropped too, because the engine may have restarted
-    with another one.
+    with another one. Nothing is counted if the endpoint was only asked for the beginning of a prompt
+    and answered that it cannot hand it over: it may serve all other requests.
     """
     assert attempt.problem is not None
+    if attempt.pair.is_pull and attempt.problem.kind in PULL_FAILURES:
+        return
     name = attempt.pair.prefill.candidate.endpoint.name
     if attempt.prefill_reservation is not None:
         attempt.prefill_reservation.on_failed(attempt.problem)

@@ -22,6 +22,7 @@ from tests.unit.gateway.disagg.scripted_engines import (
     in_turn,
     never_answers,
     prefills,
+    refuses,
     split_gateway,
     when_open,
 )
@@ -108,4 +109,17 @@ async def test_a_late_answer_of_the_source_is_not_counted_as_cached() -> None:
         assert (await asking).text == WHOLE
         # The endpoint that computed the prompt has reported 8 cached tokens.
         assert f.metric("penstock_cached_tokens_total") == 8
+        await f.at_rest()
+
+
+@pytest.mark.usefixtures("pulls_always")
+@pytest.mark.parametrize(("status", "is_blamed"), [(500, False), (501, False), (502, True)])
+async def test_a_source_that_cannot_hand_over_a_beginning_stays_healthy(
+    status: int, is_blamed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with split_gateway("penstock", [refuses(status)], [decodes], policy="priced") as f:
+        for _ in range(6):
+            assert (await f.ask(stream=True)).text == WHOLE
+        assert ("ejected" in caplog.text) == is_blamed
+        assert bool(f.metric("penstock_upstream_errors_total")) == is_blamed
         await f.at_rest()
