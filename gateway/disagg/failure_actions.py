@@ -34,8 +34,8 @@ def blame_prefill(attempt: AttemptState) -> None:
     """Count the failure of a split request against the endpoint that computed the prompt (prefill).
 
     The stored identity of the prefill engine is dropped too, because the engine may have restarted
-    with another one. Nothing is counted if the endpoint was only asked for the beginning of a prompt
-    and answered that it cannot hand it over: it may serve all other requests.
+    with another one. Nothing is counted if the endpoint was only asked for the beginning of a
+    prompt and cannot hand it over: it may serve all other requests.
     """
     assert attempt.problem is not None
     if attempt.pair.is_pull and attempt.problem.kind in PULL_FAILURES:
