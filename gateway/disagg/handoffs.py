@@ -13,6 +13,7 @@ from typing import Protocol
 
 from gateway.disagg.bootstrap_client import BootstrapClient
 from gateway.disagg.leg import Leg
+from gateway.disagg.pull_pauses import PullPauses
 from gateway.disagg.state_machine import State
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.forwarding.internal_answer import InternalAnswer
@@ -130,14 +131,15 @@ class Handoffs:
                     (policies.pricing.split_decision.SplitRule.hysteresis)
     pairs           statistics by the names of a prefill and a decode endpoint
     pulls           the same for pulls, by the names of the endpoints that send and that fetch KV
+    pull_pauses     the endpoints that are not asked for beginnings, because pulls have failed
     transfers       transfers in progress, with the monotonic time by which each must end
     transfer_times  measured speeds of KV transfers and their queues, for rules that price splits
     """
 
     __slots__ = (
         *("_decisions", "_identities", "_legs", "_numbers", "_releases", "_rng", "_running"),
-        *("bootstraps", "metrics", "outbox", "pairs", "pulls", "splitting", "transfer_times"),
-        "transfers",
+        *("bootstraps", "metrics", "outbox", "pairs", "pull_pauses", "pulls", "splitting"),
+        *("transfer_times", "transfers"),
     )
 
     def __init__(self, metrics: Metrics, rng: Random, outbox: WriteQueue) -> None:
@@ -147,6 +149,7 @@ class Handoffs:
         self.splitting: dict[str, bool] = {}
         self.pairs: dict[tuple[str, str], PairFigures] = {}
         self.pulls: dict[tuple[str, str], PairFigures] = {}
+        self.pull_pauses = PullPauses()
         self.transfers: dict[Transfer, float] = {}
         self.transfer_times = TransferTimes()
         self._legs: dict[tuple[str, str], Counter] = {}
@@ -218,6 +221,7 @@ class Handoffs:
         """Drop the identity and the statistics of an endpoint that is no longer configured."""
         self.forget_identity(endpoint)
         self.transfer_times.forget_endpoint(endpoint)
+        self.pull_pauses.forget(endpoint)
         self.pairs, self.pulls = (
             {names: figures for names, figures in known.items() if endpoint not in names}
             for known in (self.pairs, self.pulls)

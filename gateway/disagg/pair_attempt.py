@@ -75,6 +75,8 @@ class PairAttempt(AttemptState):
         self.decode_reservation.__exit__()
         self.handoffs.give_back_number(self._number)
         relay = self.exchange.relay
+        if self.state is _FAILED and self.recompute:  # the KV has not arrived
+            self._on_pull_failed()
         if self.transfer is not None:
             self.transfer.cancel()
         self.handoffs.count_attempt(self.pair, self.figures, self.state, self.record, relay)
@@ -317,11 +319,17 @@ class PairAttempt(AttemptState):
         # The prefiller's cache is of no use: the decoder's count is right.
         self.record.cached_tokens = None
         self.record.pulled_tokens = 0
+        self._on_pull_failed()
         self.decode_reservation.on_recompute()
         self._leave_prefill()
         if self.transfer is not None:
             self.transfer.cancel()
         self._decode_with(None)
+
+    def _on_pull_failed(self) -> None:
+        if self.pair.is_pull:
+            source = self.pair.prefill.candidate.endpoint.name
+            self.handoffs.pull_pauses.on_failed(source, monotonic())
 
     def _decode_with(self, handover: DecodeRequest | None) -> None:
         exchange, reservation, client = self.exchange, self.decode_reservation, self.context.client
@@ -360,6 +368,8 @@ class PairAttempt(AttemptState):
     def _on_first_token(self) -> None:
         self.exchange.on_first_token()
         if self.state is not _RECOMPUTING:
+            if self.pair.is_pull:
+                self.handoffs.pull_pauses.forget(self.pair.prefill.candidate.endpoint.name)
             self.figures.add_transferred(self.pair, self.context.call.request.prompt_tokens)
             self._learn_transfer_time()
         # A late answer to a pull's first request needs the members to have its KV freed.

@@ -102,7 +102,8 @@ class SplitPlan:
         # A retry computes the prompt: a pull has failed, or endpoints are missing.
         if pricer is None or query.failed_endpoints or not can_be_pulled(context.call):
             return decision
-        return cheaper_pull(pricer, decision, pools, query, transfers)
+        paused = handoffs.pull_pauses.paused(query.now)
+        return cheaper_pull(pricer, decision, pools, query, transfers, paused)
 
     def _pick_alone(self, query: RoutingQuery) -> Pick | None:
         # Pick one endpoint for the whole request, or return None.

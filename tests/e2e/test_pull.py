@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
+from time import monotonic
 from typing import Any, NamedTuple
 
 import pytest
@@ -263,6 +264,17 @@ async def test_no_pull_happens_where_it_is_off_or_the_prompt_is_shortened(
     async with pull_fleet(split=split) as (fleet, _, _):
         body = body_of(PATHS[0], BEGINNING + "And what is second?", **members)
         answer = await ask(fleet, body)
+        assert answer.pulled_from == ""
+        assert fleet.metric("penstock_pulls_total") == 0
+
+
+async def test_no_pull_happens_from_an_endpoint_whose_pulls_have_failed() -> None:
+    async with pull_fleet() as (fleet, holder, _):
+        pauses = fleet.app.gateway.handoffs.pull_pauses
+        pauses.on_failed(name_of(holder), monotonic(), is_final=True)
+        body = body_of(PATHS[0], BEGINNING + "And what is second?")
+        answer = await ask(fleet, body)
+        assert_right(answer, body)
         assert answer.pulled_from == ""
         assert fleet.metric("penstock_pulls_total") == 0
 

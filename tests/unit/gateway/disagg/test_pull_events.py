@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.unit.gateway.disagg.scripted_engines import (
     TEXT,
     EngineRequest,
     Script,
+    SplitGateway,
     decodes,
     in_turn,
     never_answers,
@@ -56,6 +58,11 @@ def after(seconds: float, script: Script = decodes) -> Script:
     return waiting
 
 
+def is_paused(f: SplitGateway) -> bool:
+    source = f.prefill[0].url.removeprefix("http://")
+    return source in f.app.gateway.handoffs.pull_pauses.paused(monotonic())
+
+
 @pytest.mark.usefixtures("pulls_always")
 async def test_an_endpoint_has_time_to_compute_the_rest_of_a_pulled_prompt() -> None:
     split = {"transfer_timeout": "5s"}
@@ -66,6 +73,7 @@ async def test_an_endpoint_has_time_to_compute_the_rest_of_a_pulled_prompt() -> 
         assert (await f.ask(words=150_000, stream=True)).text == WHOLE
         assert len(f.decode[0].requests) == 1
         assert f.metric("penstock_pulls_total", result="pulled") == 1
+        assert not is_paused(f)
         await f.at_rest()
 
 
@@ -82,6 +90,7 @@ async def test_the_kv_of_a_pull_has_a_time_limit() -> None:
         assert (await f.ask(stream=True)).text == WHOLE
         assert "kv_transfer_params" not in f.decode[0].requests[1].json
         assert f.metric("penstock_pulls_total", result="failed") == 1
+        assert is_paused(f)
         await f.at_rest()
 
 
@@ -122,4 +131,24 @@ async def test_a_source_that_cannot_hand_over_a_beginning_stays_healthy(
             assert (await f.ask(stream=True)).text == WHOLE
         assert ("ejected" in caplog.text) == is_blamed
         assert bool(f.metric("penstock_upstream_errors_total")) == is_blamed
+        await f.at_rest()
+
+
+@pytest.mark.usefixtures("pulls_always")
+@pytest.mark.parametrize("script", [refuses(400), refuses(503), prefills(OBJECT), never_answers])
+async def test_pulls_from_a_source_pause_after_one_failed_until_one_is_served(
+    script: Script,
+) -> None:
+    source = in_turn(script, prefills(OFFERED))
+    async with split_gateway("penstock", [source], [decodes], policy="priced") as f:
+        assert (await f.ask(stream=True)).text == WHOLE
+        assert is_paused(f)
+        await asyncio.sleep(1.5)
+        assert not is_paused(f)
+        # The next pause would last 2 s, but this pull is served.
+        assert (await f.ask(stream=True)).text == WHOLE
+        assert f.metric("penstock_pulls_total", result="pulled") == 1
+        f.app.gateway.handoffs.pull_pauses.on_failed(f.prefill[0].url[7:], monotonic())
+        await asyncio.sleep(1.5)
+        assert not is_paused(f)
         await f.at_rest()
