@@ -7,6 +7,7 @@ function that changes the attempt's state (attempt_record.py) and does not wait.
 
 from __future__ import annotations
 
+import logging
 from time import monotonic
 
 from gateway.disagg.attempt_record import AttemptState
@@ -14,9 +15,16 @@ from gateway.disagg.leg import Leg
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.reservation import Reservation
 from gateway.protocol.response.relay import UpstreamError
-from kvtransfer.dialects import DecodeRequest, parse_response
+from kvtransfer.dialects import (
+    DecodeRequest,
+    PrefillResponse,
+    UnusableResponse,
+    parse_response,
+)
 from policies import routing_algorithm
 from policies.pricing.split_decision import EndpointPair, PairGroup
+
+log = logging.getLogger("penstock")
 
 # The failures of a decode endpoint that could not load the KV (vLLM's kv_load_failure_policy:
 # fail). It is unknown whether the decode or the prefill endpoint caused them.
@@ -25,6 +33,12 @@ KV_FAILURES = frozenset({"status_500", "engine_error"})
 # Answers to the first request of a pull that show nothing about other requests: the engine may be
 # unable to shorten a prompt or to hand over its beginning.
 PULL_FAILURES = frozenset({"status_500", "status_501"})
+
+MOST_EXCESS = 256
+"""Maximum prompt tokens by which an answer to a pull's first request may exceed those asked for.
+
+Engines count them in their own ways; one that computes hundreds more has not shortened the prompt.
+"""
 
 
 # Blame
@@ -149,9 +163,41 @@ def _on_late_answer(attempt: AttemptState, leg: Leg, problem: UpstreamError | No
     inbox = attempt.inbox
     if problem is not None or inbox is None or leg.relay.is_refused:
         return
-    meaning = attempt.words.interpret_late(parse_response(inbox.body))
+    answer = parse_response(inbox.body)
+    unusable = refuse_longer_prompt(attempt, answer)
+    if unusable is not None:
+        name = attempt.pair.prefill.candidate.endpoint.name
+        log.warning("the prefill answer of endpoint %s cannot be used: %s", name, unusable.reason)
+        return
+    meaning = attempt.words.interpret_late(answer)
     if isinstance(meaning, DecodeRequest):
         _release_kv(attempt, meaning, attempt.decode_reservation, "client_gone")
+
+
+def refuse_longer_prompt(
+    attempt: AttemptState, answer: PrefillResponse | UnusableResponse
+) -> UnusableResponse | None:
+    """Free the KV of a pull's source that has not shortened the prompt, and pause that source.
+
+    Such an engine ignores `truncate_prompt_tokens`: it computes whole prompts, for as long as the
+    other endpoint would take. Returns why the answer is refused; None: the prompt is not longer.
+    """
+    pair = attempt.pair
+    if not pair.is_pull or isinstance(answer, UnusableResponse):
+        return None
+    asked, computed = pair.decode.cached_tokens, answer.prompt_tokens or 0
+    if computed <= asked + MOST_EXCESS:
+        return None
+    meaning = attempt.words.interpret_late(answer)
+    if isinstance(meaning, DecodeRequest):
+        decode = attempt.decode_reservation
+        request = attempt.words.release_request(decode, meaning, is_whole=True)
+        attempt.handoffs.send_release_request(decode.upstream, request, "not_shortened")
+    source = pair.prefill.candidate.endpoint.name
+    attempt.handoffs.pull_pauses.on_failed(source, monotonic(), is_final=True)
+    return UnusableResponse(
+        f"the prompt had {computed} tokens, although truncate_prompt_tokens asked for {asked}"
+    )
 
 
 def free_by_decode(attempt: AttemptState) -> None:

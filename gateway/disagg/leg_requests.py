@@ -231,16 +231,23 @@ class LegRequests:
         return self._request(reservation, edits, role)
 
     def release_request(
-        self, reservation: Reservation | LiveEndpoint, handover: DecodeRequest
+        self,
+        reservation: Reservation | LiveEndpoint,
+        handover: DecodeRequest,
+        *,
+        is_whole: bool = False,
     ) -> tuple[bytes, bytes]:
         """Return head and body of a release request, which makes the prefill engine free its KV.
 
         It goes to a decode engine and generates one token, which is discarded. When it arrives, the
         prefill engine's memory may already hold the KV of another request. Therefore the request
         has its own cache salt: no other request can use what the decode engine caches for it.
+        `is_whole` tells that the KV is that of the whole prompt, although a pull asked for less.
         """
         edits, apart = handover.edits, self._dialect.cache_salt_member
-        put, drop = edits.put + _RELEASE + self._shortened, edits.drop | _OUTPUT_MEMBERS
+        put, drop = edits.put + _RELEASE, edits.drop | _OUTPUT_MEMBERS
+        if not is_whole:
+            put += self._shortened
         if apart is not None:
             put += encode_members({apart: b'"unread %d"' % self.terms.number})
             drop |= {apart}

@@ -277,7 +277,9 @@ class PairAttempt(AttemptState):
             self.words.note_usage(usage)
             meaning = None
         else:
-            meaning = self.words.interpret(answer, alone=self.decode is None)
+            meaning = failure_actions.refuse_longer_prompt(self, answer) or self.words.interpret(
+                answer, alone=self.decode is None
+            )
         if isinstance(meaning, FinishedResponse):
             self._finished = meaning
             return Event.FINISHED

@@ -6,6 +6,7 @@ import asyncio
 from time import monotonic
 from typing import Any
 
+import msgspec
 import pytest
 
 from policies.pricing.split_decision import (
@@ -44,7 +45,8 @@ def pulls_always(monkeypatch: pytest.MonkeyPatch) -> None:
         pair = self.choose_pair(pools, query, transfers)
         if pair is None or query.failed_endpoints:
             return SplitDecision(None, SplitReason.NO_PAIR, splitting)
-        pull = EndpointPair(pair.prefill, pair.decode, 0.1, PULLED)
+        decode = msgspec.structs.replace(pair.decode, cached_tokens=PULLED)
+        pull = EndpointPair(pair.prefill, decode, 0.1, PULLED)
         return SplitDecision(pull, SplitReason.PULL_CHEAPER, splitting)
 
     monkeypatch.setattr(PricedSplitter, "decide", decide)
@@ -151,4 +153,43 @@ async def test_pulls_from_a_source_pause_after_one_failed_until_one_is_served(
         f.app.gateway.handoffs.pull_pauses.on_failed(f.prefill[0].url[7:], monotonic())
         await asyncio.sleep(1.5)
         assert not is_paused(f)
+        await f.at_rest()
+
+
+@pytest.mark.usefixtures("pulls_always")
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_source_that_does_not_shorten_the_prompt_pauses_for_long(
+    is_late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = asyncio.Event()
+    usage = {"prompt_tokens": 9_000, "completion_tokens": 1}
+    source = prefills(OFFERED, usage=usage)
+    source = when_open(gate, source) if is_late else source
+    decoder = in_turn(when_open(gate, after(0.2)), decodes) if is_late else decodes
+    async with split_gateway("penstock", [source], [decoder], policy="priced") as f:
+        asking = asyncio.ensure_future(f.ask())
+        await f.decode[0].wait_for_request()
+        gate.set()
+        await f.decode[0].wait_for_request(2)
+        assert (await asking).text == WHOLE
+        bodies = [request.json for request in f.decode[0].requests]
+        (whole,) = [body for body in bodies if "kv_transfer_params" not in body]
+        (released,) = [body for body in bodies if "kv_transfer_params" in body]
+        assert whole["messages"] == released["messages"]
+        # The KV is that of the whole prompt, and so is the request that takes it.
+        assert (released["max_tokens"], "truncate_prompt_tokens" in released) == (1, False)
+        assert f.metric("penstock_pulls_total", result="computed") == 1
+        assert f.metric("penstock_split_leases_given_up_total", reason="not_shortened") == 1
+        assert caplog.text.count("the prompt had 9000 tokens") == 1
+        await asyncio.sleep(200.0)
+        assert is_paused(f)
+        await f.at_rest()
+
+
+@pytest.mark.usefixtures("pulls_always")
+async def test_a_source_may_count_a_few_tokens_more_than_it_was_asked_for() -> None:
+    source = prefills(OFFERED, usage={"prompt_tokens": PULLED + 2, "completion_tokens": 1})
+    async with split_gateway("penstock", [source], [decodes], policy="priced") as f:
+        assert (await f.ask(stream=True)).text == WHOLE
+        assert f.metric("penstock_pulls_total", result="pulled") == 1
         await f.at_rest()
