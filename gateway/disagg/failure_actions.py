@@ -185,8 +185,8 @@ def refuse_longer_prompt(
     pair = attempt.pair
     if not pair.is_pull or isinstance(answer, UnusableResponse):
         return None
-    asked, computed = pair.decode.cached_tokens, answer.prompt_tokens or 0
-    if computed <= asked + MOST_EXCESS:
+    limit, computed = pair.decode.cached_tokens, answer.prompt_tokens or 0
+    if computed <= limit + MOST_EXCESS:
         return None
     meaning = attempt.words.interpret_late(answer)
     if isinstance(meaning, DecodeRequest):
@@ -196,7 +196,7 @@ def refuse_longer_prompt(
     source = pair.prefill.candidate.endpoint.name
     attempt.handoffs.pull_pauses.on_failed(source, monotonic(), is_final=True)
     return UnusableResponse(
-        f"the prompt had {computed} tokens, although truncate_prompt_tokens asked for {asked}"
+        f"the prompt had {computed} tokens, although truncate_prompt_tokens was {limit}"
     )
 
 
