@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import repeat
+from math import inf
 from operator import attrgetter, neg
 
 import msgspec
@@ -55,10 +56,14 @@ from policies.pricing.speed_differences import (
     LateTests,
     equalize_speeds,
     slow_by_label,
+    was_ever_observed,
     was_measured,
     was_observed,
 )
 from policies.routing_types import Candidate, RoutingQuery
+
+REST_S = 10.0
+"""Seconds for which prices wait for the other one, after prefill or decoding has been observed."""
 
 RANKED = 4
 """Number of the best-ranked candidates of a large pool that are priced for a request, besides those
@@ -122,8 +127,9 @@ class PricedPolicy(PolicyParams, frozen=True):
     equal_speed_factor  endpoints count as equally fast if their learned speeds differ from the
                         median by less than this factor, within the uncertainty of the speeds
     measured_share      share of the candidates whose prefill and decoding must have been observed
-                        before prices decide. Labels and defaults may name another GPU. Until then
-                        the score of `prefix_aware` decides, which needs no speeds
+                        before prices decide (one of the two, after REST_S). Labels and defaults may
+                        name another GPU. Until then the score of `prefix_aware` decides, which
+                        needs no speeds
     fresh_s             maximum age of a scrape of the engine's metrics, in seconds. The load is
                         what this gateway has reserved; a scrape only adds requests from elsewhere
 
@@ -209,7 +215,9 @@ class PriceScorer:
     __slots__ = (
         "_factors",
         "_has_unobserved",
+        "_is_unknown",
         "_is_unmeasured",
+        "_known_since",
         "_late_tests",
         "_learned",
         "_loop",
@@ -224,9 +232,10 @@ class PriceScorer:
         self.weights, self._loop, self._usual = weights, PriceLoop(weights), PriceLoop(weights)
         self._learned: list[UsualSpeeds] = []
         self._factors: SpeedFactors = [], [], []
-        self._has_unobserved = self._is_unmeasured = False
-        # the same four of the other pool of a split
-        self._other_pool = self._learned, self._factors, False, False
+        self._has_unobserved = self._is_unmeasured = self._is_unknown = False
+        # the same of the other pool of a split
+        self._other_pool = self._learned, self._factors, False, False, False
+        self._known_since = inf
         self._late_tests = LateTests()
         self._starts, self._prefill_work = SessionStarts(), prefill_work(weights.fresh_s)
 
@@ -239,7 +248,7 @@ class PriceScorer:
         # Sessions that begin before prices decide are remembered, too.
         is_start = bool(query.request.session) and self._starts.is_first(query.request)
         rows = zip(candidates, *factors, repeat(0.0))
-        if self._is_unmeasured:
+        if self._is_unmeasured and self._waits_for_speeds(query.now):
             lags = lags_behind_best(self._prefill_work(query, candidates))
             return self._scores_with_lags(query, list(rows), lags)
         if any(map(_RANKS, candidates)):
@@ -548,9 +557,11 @@ class PriceScorer:
         return self._factors
 
     def _swap_pools(self) -> None:
-        now = self._learned, self._factors, self._has_unobserved, self._is_unmeasured
-        self._learned, self._factors, self._has_unobserved, self._is_unmeasured = self._other_pool
-        self._other_pool = now
+        other = self._other_pool
+        lacks = self._is_unmeasured, self._is_unknown
+        self._other_pool = self._learned, self._factors, self._has_unobserved, *lacks
+        self._learned, self._factors, self._has_unobserved = other[:3]
+        self._is_unmeasured, self._is_unknown = other[3:]
 
     def _equalize(self, learned: list[UsualSpeeds]) -> None:
         prefill, pairs, step = zip(*learned, strict=True) if learned else ((), (), ())
@@ -562,8 +573,20 @@ class PriceScorer:
         )
         self._learned = learned
         self._has_unobserved = any(speeds.prefill == UNOBSERVED for speeds in learned)
-        measured = sum(map(was_measured, learned))
-        self._is_unmeasured = measured < self.weights.measured_share * len(learned)
+        least = self.weights.measured_share * len(learned)
+        self._is_unmeasured = sum(map(was_measured, learned)) < least
+        self._is_unknown = sum(map(was_ever_observed, learned)) < least
+
+    def _waits_for_speeds(self, now: float) -> bool:
+        # Return whether the least work decides, because too few speeds were observed.
+        #
+        # Long answers show the speed of decoding late, and short prompts that of prefill, or never.
+        # So one of them is enough after REST_S.
+        if self._is_unknown:
+            self._known_since = inf
+            return True
+        self._known_since = min(self._known_since, now)
+        return now < self._known_since + REST_S
 
     def _loss(self, share: float) -> float:
         capped = min(share, self.weights.late)

@@ -81,6 +81,11 @@ def was_measured(speeds: UsualSpeeds) -> bool:
     return UNOBSERVED not in (speeds.prefill, speeds.step)
 
 
+def was_ever_observed(speeds: UsualSpeeds) -> bool:
+    """Return whether prefill or decode steps of an endpoint have been observed."""
+    return speeds.prefill != UNOBSERVED or speeds.step != UNOBSERVED
+
+
 LateLabel = tuple[EndpointLoad, float]
 """An endpoint whose label says that a request would be late there, and how late: the largest share
 of a budget that it would take."""

@@ -11,7 +11,7 @@ from policies import policy_registry
 from policies.candidate_order import create_order
 from policies.endpoint_load import LoadChanges
 from policies.engine.step_time import SpeedBelief, SpeedFactor, UsualSpeeds
-from policies.pricing.endpoint_price import PricedPolicy, PriceScorer
+from policies.pricing.endpoint_price import REST_S, PricedPolicy, PriceScorer
 from policies.pricing.speed_differences import PASSED, LateTests, was_measured
 from policies.routing_types import Candidate, RoutingQuery
 from tests.unit.policies.builders import ask, outlook
@@ -201,6 +201,21 @@ def test_until_half_of_the_endpoints_are_measured_the_least_prefill_work_decides
     assert picked(fleet()) == 1, "work counts, and labels do not"
     assert picked([measured(quick), slow]) == 0
     assert picked([outlook(0, prefill_tokens=9000), measured(slow)]) == 0
+
+
+def test_prefill_or_decoding_alone_is_enough_after_a_while() -> None:
+    quick, slow = outlook(0, prefill_tokens=9000), labelled_slow(1)
+    by, question = PriceScorer(PricedPolicy()), ask(50_000, 300)
+
+    def picked(now: float) -> int:
+        scores = by.scores(replace(question, now=now), [quick, slow])
+        return scores.index(max(scores))
+
+    assert picked(100.0) == picked(200.0) == 1, "nothing is known, however long it takes"
+    belief = quick.load.belief
+    belief.speeds = belief.speeds._replace(prefill=SpeedFactor(1.0, 0.01))
+    assert picked(200.0) == picked(200.0 + 0.9 * REST_S) == 1
+    assert picked(200.0 + REST_S) == 0
 
 
 def test_an_endpoint_is_measured_when_prompts_and_decoding_were_observed() -> None:
