@@ -381,8 +381,8 @@ class LegRequests:
     ) -> tuple[bytes, bytes]:
         # Return head and body of a request to an engine: the client's body with these edits.
         #
-        # `role` names the request in traces; "" is a release request, which has an id of its
-        # own, and neither trace headers nor cache salt.
+        # `role` names the request in traces; "" is a release request, which has neither trace
+        # headers nor cache salt.
         context, endpoint = self._context, reservation.endpoint
         call, trace = context.call, context.exchange.trace
         served = context.route.resolve_name(endpoint)
@@ -393,8 +393,11 @@ class LegRequests:
             edits = replace(edits, put=put)
         model = None if served == call.request.model else served
         body = edited(call.body, self._members, edits, model)
-        # A release request may run beside the client's request on one engine.
-        request_id = self.terms.request_id if role else f"{self.terms.request_id}-release"
+        request_id = self.terms.request_id
+        if not role and self._shortened:
+            # In a pull, it may run beside the client's request on one engine. Other dialects find
+            # a handoff by its id.
+            request_id += "-release"
         lines = f"x-request-id: {request_id}\r\n{self._lines}{len(body)}\r\n"
         if trace is not None and role:
             lines += trace.add_leg(role, endpoint.name, monotonic())

@@ -32,6 +32,7 @@ from policies.policy_types import (
 from policies.pricing.price_loop import (
     FULLEST,
     UNKNOWN_KV_TOKENS,
+    USUAL_REQUEST,
     PriceLoop,
     Row,
     is_fresh,
@@ -60,6 +61,7 @@ from policies.pricing.speed_differences import (
     was_measured,
     was_observed,
 )
+from policies.pricing.usual_slo import UsualSlo
 from policies.routing_types import Candidate, RoutingQuery
 
 REST_S = 10.0
@@ -225,6 +227,7 @@ class PriceScorer:
         "_prefill_work",
         "_starts",
         "_usual",
+        "_usual_slo",
         "weights",
     )
 
@@ -236,6 +239,7 @@ class PriceScorer:
         # the same of the other pool of a split
         self._other_pool = self._learned, self._factors, False, False, False
         self._known_since = inf
+        self._usual_slo = UsualSlo(USUAL_REQUEST.slo)
         self._late_tests = LateTests()
         self._starts, self._prefill_work = SessionStarts(), prefill_work(weights.fresh_s)
 
@@ -248,6 +252,9 @@ class PriceScorer:
         # Sessions that begin before prices decide are remembered, too.
         is_start = bool(query.request.session) and self._starts.is_first(query.request)
         rows = zip(candidates, *factors, repeat(0.0))
+        if self._usual_slo.vote(query.request.slo):
+            request = msgspec.structs.replace(USUAL_REQUEST, slo=query.request.slo)
+            self._usual.set_request(request, query.now, WHOLE_REQUEST)
         if self._is_unmeasured and self._waits_for_speeds(query.now):
             lags = lags_behind_best(self._prefill_work(query, candidates))
             return self._scores_with_lags(query, list(rows), lags)

@@ -45,7 +45,7 @@ def test_the_slots_are_learnt_and_waiting_for_one_does_not_spoil_the_learnt_spee
     for group in priced[0].groups:
         assert group.load.slots == 32
         assert 0.6 <= group.load.belief.speeds.step.factor <= 1.5
-        assert 0.6 <= group.load.belief.speeds.prefill.factor <= 1.7
+        assert 0.6 <= group.load.belief.speeds.prefill.factor <= 1.8
 
 
 def test_priced_keeps_as_many_first_tokens_as_rules_that_count_requests(

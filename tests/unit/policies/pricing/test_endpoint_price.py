@@ -17,6 +17,7 @@ from policies.policy_types import DECODE_PHASE, WHOLE_REQUEST, LinkLoad, PhaseSh
 from policies.pricing.endpoint_price import PricedPolicy, PriceScorer, round_down
 from policies.pricing.price_loop import PriceLoop, patience_s
 from policies.pricing.speed_differences import equalize_speeds
+from policies.pricing.usual_slo import MOST_VOTES
 from policies.routing_algorithm import pick
 from policies.routing_types import Candidate, Request, RoutingQuery, Slo
 from tests.unit.policies.builders import ask, outlook
@@ -560,3 +561,22 @@ def test_idle_endpoints_that_were_busy_to_a_different_degree_share_a_place_in_th
     )
     keys = [PRICES.usual_price(one, 100.0) for one in (rested, tired, serving)]
     assert keys[0] == keys[1] < keys[2]
+
+
+def test_the_order_of_a_large_pool_is_by_the_budgets_of_most_requests() -> None:
+    by, fleet = PriceScorer(PricedPolicy(measured_share=0.0)), [outlook(0), outlook(1)]
+    busy = outlook(2, decoding=9, in_flight=9, decode_s_per_token=0.04)
+
+    def asked(count: int, slo: Slo) -> float:
+        question = ask()
+        request = replace(question.request, slo=slo)
+        for _ in range(count):
+            by.scores(replace(question, request=request), fleet)
+        return by.usual_price(busy, 100.0)
+
+    loose, tight = Slo("loose", 50.0, 1.0), Slo("tight", 0.5, 0.02)
+    at_first = asked(1, loose)
+    assert asked(MOST_VOTES, loose) == at_first
+    assert asked(MOST_VOTES // 2, tight) == at_first, "fewer than half"
+    assert asked(MOST_VOTES, tight) > 10 * at_first
+    assert asked(1, loose) > 10 * at_first
