@@ -256,7 +256,7 @@ def all_systems(base: int) -> list[System]:
     ]
     ports = count(base + 101)
     for name, home in ((OURS, COMPILED), (SOURCES, ROOT)):
-        for policy in ("round_robin", DEFAULT):
+        for policy in ("round_robin", DEFAULT, "prefix_aware"):
             command = penstock_command(policy, urls)
             systems.append(System(name, policy, next(ports), command, home))
     for name, build in routers.items():

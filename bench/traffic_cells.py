@@ -100,7 +100,9 @@ DEFAULTS = {
     **dict.fromkeys(ROUTERS, "cache_aware"),
     "nginx": "round_robin",
 }
-"""Each system's default policy: `prefix_aware` in Penstock, `cache_aware` in the routers."""
+"""Each system's default policy: `priced` in Penstock, `cache_aware` in the routers."""
+PREFIX_AWARE = {**DEFAULTS, OURS: "prefix_aware", SOURCES: "prefix_aware"}
+"""The same, but `prefix_aware` in Penstock, which like the routers' rule needs no predictions."""
 
 
 # ---- bodies ----
@@ -389,19 +391,19 @@ def _cpu_cells() -> list[Cell]:
     every_router = dict.fromkeys(ROUTERS, 0.8)
     return [
         cpu("request, round robin", cpu_per_request, ROUND_ROBIN, round_robin),
-        cpu(
-            "request, default policy", cpu_per_request, DEFAULTS, {"nginx": 1.9, "vllm-router": 0.7}
-        ),
+        cpu("request, default policy", cpu_per_request, DEFAULTS, {"vllm-router": 0.7}),
+        cpu("request, prefix_aware", cpu_per_request, PREFIX_AWARE, {"nginx": 1.9}),
         cpu("chunk, 400 streams × 10 ms", steady, ROUND_ROBIN, {"nginx": 1.08, **every_router}),
         cpu("chunk, bursts of 64", burst, ROUND_ROBIN, {"nginx": 1.1, **every_router}),
         cpu("chunk, bursts of 64 in one write", joined, ROUND_ROBIN, {}),
         *(
             cpu(
-                f"request, default policy, {tokens // 1000}k-token prompt",
+                f"request, {name}, {tokens // 1000}k-token prompt",
                 long_prompts(tokens),
-                DEFAULTS,
+                policies,
                 {"sglang-router": 0.5},
             )
+            for name, policies in (("default policy", DEFAULTS), ("prefix_aware", PREFIX_AWARE))
             for tokens in (2_000, 8_000, 32_000, 100_000)
         ),
     ]

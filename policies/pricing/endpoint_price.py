@@ -9,7 +9,7 @@ docs/how-the-price-works.md explains the price without code.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 from math import inf
 from operator import attrgetter, neg
 
@@ -64,8 +64,7 @@ from policies.pricing.speed_differences import (
 from policies.pricing.usual_slo import UsualSlo
 from policies.routing_types import Candidate, RoutingQuery
 
-REST_S = 10.0
-"""Seconds for which prices wait for the other one, after prefill or decoding has been observed."""
+REST_S = 10.0  # how long prices wait for the other one, after prefill or decoding was observed
 
 RANKED = 4
 """Number of the best-ranked candidates of a large pool that are priced for a request, besides those
@@ -257,7 +256,9 @@ class PriceScorer:
             self._usual.set_request(request, query.now, WHOLE_REQUEST)
         if self._is_unmeasured and self._waits_for_speeds(query.now):
             lags = lags_behind_best(self._prefill_work(query, candidates))
-            return self._scores_with_lags(query, list(rows), lags)
+            best = islice(rows, at := lags.index(0.0), at + 1)
+            price = loop.prices(best, query.cached_by_slot, usual_slots(candidates))[0]
+            return [-price - lag for lag in lags]
         if any(map(_RANKS, candidates)):
             lags = lags_behind_best_rank(candidates, self._prefill_work(query, candidates))
             scores = self._scores_with_lags(query, list(rows), lags)
@@ -585,10 +586,8 @@ class PriceScorer:
         self._is_unknown = sum(map(was_ever_observed, learned)) < least
 
     def _waits_for_speeds(self, now: float) -> bool:
-        # Return whether the least work decides, because too few speeds were observed.
-        #
-        # Long answers show the speed of decoding late, and short prompts that of prefill, or never.
-        # So one of them is enough after REST_S.
+        # Return whether the least work decides, because too few speeds were observed. Long answers
+        # show decoding late, and short prompts prefill never: one is enough after REST_S.
         if self._is_unknown:
             self._known_since = inf
             return True

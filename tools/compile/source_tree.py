@@ -84,14 +84,14 @@ OFF_PATH = (
     *_modules("gateway/protocol/translate", "responses_request"),
     *_modules("gateway/proxy", "context_length final_errors resume stored_responses tier_fallback"),
     *_modules("gateway/telemetry", "cost_counter operator_log otel_resource"),
-    *_modules("gateway/telemetry", "span_attribute_names span_exporter"),
+    *_modules("gateway/telemetry", "span_attribute_names span_exporter spans"),
     *_modules("policies", "admission_registry builtin_policies engine_kinds param_types"),
     *_modules("policies", "policy_registry routing_types"),
     *_modules("policies", "restart_state"),
     *_modules("policies/admission", "admission_policy batch_reserve peer_quota_usage"),
     *_modules("policies/health", "endpoint_health slow_start"),
     *_modules("policies/prefix", "numpy_hash"),
-    *_modules("policies/pricing", "model_tiers"),
+    *_modules("policies/pricing", "model_tiers pull_decision rank_choice"),
 )
 """Packages and modules inside PACKAGES that are not compiled. They run at the start, once per
 request of a rare kind, after failures or for pages, or only define values. An extension module has
@@ -102,7 +102,7 @@ SMALL = (
     "gateway/protocol/translate",
     "policies/admission",
     *_modules("gateway", "routes_and_snapshot"),
-    *_modules("gateway/disagg", "bootstrap_client"),
+    *_modules("gateway/disagg", "bootstrap_client handoffs pull_pauses"),
     *_modules("gateway/fleet", "endpoint_load_and_health engine_metrics live_endpoint"),
     *_modules("gateway/fleet", "speed_monitor updates_for_peers"),
     *_modules("gateway/http", "burst_reads close_queue connection_accept connection_fairness"),
@@ -120,14 +120,14 @@ SMALL = (
     *_modules("gateway/protocol/response", "resumable_relay short_response token_ledger"),
     *_modules("gateway/proxy", "attempt_loop engine_api retry_permission"),
     *_modules("gateway/telemetry", "access_log access_log_file pick_explanation recent_requests"),
-    *_modules("gateway/telemetry", "drift_records spans"),
+    *_modules("gateway/telemetry", "drift_records"),
     *_modules("policies", "policy_types scraped_load"),
     *_modules("policies/engine", "first_token_calibration kalman peer_load"),
     *_modules("policies/engine", "running_answer_lengths step_time"),
     *_modules("policies/health", "late_request_detection retry_budget speed_outlier"),
     *_modules("policies/prefix", "cached_blocks learned_prompts logged_block_ids prefix_match"),
     *_modules("policies/prefix", "predicted_cache sampled_keys"),
-    *_modules("policies/pricing", "admission_cost transfer_time"),
+    *_modules("policies/pricing", "admission_cost session_placement split_decision transfer_time"),
 )
 """Compiled packages and modules that take a few hundredths of a request's time at most, also if the
 request is split. The C compiler optimizes them for size instead of speed.
