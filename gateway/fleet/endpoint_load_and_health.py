@@ -274,9 +274,11 @@ class EndpointTable:
         If `pulled_tokens` is not 0, only so many tokens of its beginning come from there.
         """
         live = self._by_slot[pick.candidate.load.slot]
-        if pulled_tokens:
-            return PullReservation(self, live, pick, request, fingerprint, pulled_tokens)
-        return DecodeReservation(self, live, pick, request, fingerprint)
+        if not pulled_tokens:
+            return DecodeReservation(self, live, pick, request, fingerprint)
+        reservation = PullReservation(self, live, pick, request, fingerprint)
+        reservation.pulled_tokens = pulled_tokens
+        return reservation
 
     # Health events
 

@@ -292,21 +292,12 @@ class PullReservation(DecodeReservation):
 
     The rest joins the endpoint's backlog when the KV is on its way. The time of the first token
     says little about the endpoint's speed, because it includes the fetch.
+
+    pulled_tokens  number of tokens that are fetched; set it before any other use
     """
 
-    __slots__ = ("_pulled_tokens",)
-
-    def __init__(
-        self,
-        table: EvidenceSink,
-        live: LiveEndpoint,
-        pick: Pick,
-        request: Request,
-        fingerprint: Fingerprint | None,
-        pulled_tokens: int,
-    ) -> None:
-        super().__init__(table, live, pick, request, fingerprint)
-        self._pulled_tokens = pulled_tokens
+    __slots__ = ("pulled_tokens",)
+    pulled_tokens: int
 
     def on_handed_over(self) -> None:
         """Record that the beginning is being transferred, and that the rest is to be computed."""
@@ -316,5 +307,5 @@ class PullReservation(DecodeReservation):
     def on_recompute(self) -> None:
         """Add the whole prompt to the endpoint's backlog: the beginning was not fetched."""
         entry = self.entry
-        entry.cached_tokens = max(0, entry.cached_tokens - self._pulled_tokens)
+        entry.cached_tokens = max(0, entry.cached_tokens - self.pulled_tokens)
         super().on_recompute()

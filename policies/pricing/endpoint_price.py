@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import islice, repeat
-from math import inf
 from operator import attrgetter, neg
 
 import msgspec
@@ -18,7 +17,6 @@ import msgspec
 from policies import pickers
 from policies.builtin_policies import DEFAULT_FILTERS, PolicyParams
 from policies.endpoint_load import EndpointLoad
-from policies.engine.step_time import UsualSpeeds
 from policies.latency.expected_latency import backlog_s, is_first_token_late, room_s
 from policies.param_types import Factor, Fraction, NonNegative
 from policies.policy_types import (
@@ -29,6 +27,7 @@ from policies.policy_types import (
     Ranking,
     WeightedScorer,
 )
+from policies.pricing.pool_speeds import PoolSpeeds
 from policies.pricing.price_loop import (
     FULLEST,
     UNKNOWN_KV_TOKENS,
@@ -52,19 +51,13 @@ from policies.pricing.rank_choice import lags_behind_best, lags_behind_best_rank
 from policies.pricing.session_placement import SessionStarts, own_delay
 from policies.pricing.speed_differences import (
     TEST_S,
-    UNOBSERVED,
     LateLabel,
     LateTests,
-    equalize_speeds,
     slow_by_label,
-    was_ever_observed,
-    was_measured,
     was_observed,
 )
 from policies.pricing.usual_slo import UsualSlo
-from policies.routing_types import Candidate, RoutingQuery
-
-REST_S = 10.0  # how long prices wait for the other one, after prefill or decoding was observed
+from policies.routing_types import Candidate, Request, RoutingQuery
 
 RANKED = 4
 """Number of the best-ranked candidates of a large pool that are priced for a request, besides those
@@ -72,8 +65,8 @@ with its prefix cached."""
 
 ROUNDING = 2.0**48 + 1.0
 
-# Every request reads these of all candidates: one call in C each, in place of a loop.
-_SPEEDS, _RANKS = attrgetter("load.belief.speeds"), attrgetter("load.lockstep_ranks")
+# Every request reads these of all candidates: one call in C, in place of a loop.
+_RANKS = attrgetter("load.lockstep_ranks")
 
 
 class PricedPolicy(PolicyParams, frozen=True):
@@ -128,9 +121,9 @@ class PricedPolicy(PolicyParams, frozen=True):
     equal_speed_factor  endpoints count as equally fast if their learned speeds differ from the
                         median by less than this factor, within the uncertainty of the speeds
     measured_share      share of the candidates whose prefill and decoding must have been observed
-                        before prices decide (one of the two, after REST_S). Labels and defaults may
-                        name another GPU. Until then the score of `prefix_aware` decides, which
-                        needs no speeds
+                        before prices decide; one of the two is enough after a while (PoolSpeeds).
+                        Labels and defaults may name another GPU. Until then the score of
+                        `prefix_aware` decides, which needs no speeds
     fresh_s             maximum age of a scrape of the engine's metrics, in seconds. The load is
                         what this gateway has reserved; a scrape only adds requests from elsewhere
 
@@ -188,11 +181,6 @@ def round_down(price: float) -> float:
     return product - (product - price)
 
 
-SpeedFactors = tuple[list[float], list[float], list[float]]
-"""Correction factors for prefill, for its attention, and for decode steps; each a list in the order
-of the candidates."""
-
-
 class PriceTerms(msgspec.Struct, frozen=True):
     """The terms of the price of serving a request at an endpoint, in units of lost requests."""
 
@@ -214,16 +202,10 @@ class PriceScorer:
     """
 
     __slots__ = (
-        "_factors",
-        "_has_unobserved",
-        "_is_unknown",
-        "_is_unmeasured",
-        "_known_since",
         "_late_tests",
-        "_learned",
         "_loop",
-        "_other_pool",
         "_prefill_work",
+        "_speeds",
         "_starts",
         "_usual",
         "_usual_slo",
@@ -232,19 +214,14 @@ class PriceScorer:
 
     def __init__(self, weights: PricedPolicy) -> None:
         self.weights, self._loop, self._usual = weights, PriceLoop(weights), PriceLoop(weights)
-        self._learned: list[UsualSpeeds] = []
-        self._factors: SpeedFactors = [], [], []
-        self._has_unobserved = self._is_unmeasured = self._is_unknown = False
-        # the same of the other pool of a split
-        self._other_pool = self._learned, self._factors, False, False, False
-        self._known_since = inf
+        self._speeds = PoolSpeeds(weights.equal_speed_factor, weights.measured_share)
         self._usual_slo = UsualSlo(USUAL_REQUEST.slo)
         self._late_tests = LateTests()
         self._starts, self._prefill_work = SessionStarts(), prefill_work(weights.fresh_s)
 
     def scores(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         """Return a score per candidate: the negative price of serving the request there."""
-        loop, factors = self._loop, self.speeds(candidates)
+        loop, factors = self._loop, self._speeds.factors(candidates)
         loop.set_request(query.request, query.now, WHOLE_REQUEST)
         if query.request.session:
             loop.set_most_cached(most_cached(candidates, query.cached_by_slot))
@@ -254,7 +231,7 @@ class PriceScorer:
         if self._usual_slo.vote(query.request.slo):
             request = msgspec.structs.replace(USUAL_REQUEST, slo=query.request.slo)
             self._usual.set_request(request, query.now, WHOLE_REQUEST)
-        if self._is_unmeasured and self._waits_for_speeds(query.now):
+        if not self._speeds.suffice(query.now):
             lags = lags_behind_best(self._prefill_work(query, candidates))
             best = islice(rows, at := lags.index(0.0), at + 1)
             price = loop.prices(best, query.cached_by_slot, usual_slots(candidates))[0]
@@ -269,7 +246,7 @@ class PriceScorer:
             usual = usual_slots(candidates)
             prices = loop.prices(rows, query.cached_by_slot, usual, is_partial=True)
             scores = list(map(neg, prices))
-        if self._has_unobserved:
+        if self._speeds.has_unobserved:
             self._prefer_test(query, candidates, scores)
         return scores
 
@@ -355,7 +332,7 @@ class PriceScorer:
     def prices(
         self, query: RoutingQuery, candidates: Sequence[Candidate], part: PhaseShare = WHOLE_REQUEST
     ) -> list[float]:
-        loop, factors = self._loop, self.speeds(candidates)
+        loop, factors = self._loop, self._speeds.factors(candidates)
         loop.set_request(query.request, query.now, part)
         if is_turn(query.request, part):
             loop.set_most_cached(most_cached(candidates, query.cached_by_slot))
@@ -397,7 +374,7 @@ class PriceScorer:
         part        whether the endpoint would compute the prompt, generate the answer, or both
         """
         weights, request, load = self.weights, query.request, candidates[index].load
-        fast, attention, slow = (factors[index] for factors in self.speeds(candidates))
+        fast, attention, slow = (factors[index] for factors in self._speeds.factors(candidates))
         slo, usual = request.slo, usual_slots(candidates)
         cached = query.cached_by_slot
         hit = cached[load.slot] if load.slot < len(cached) else 0
@@ -415,11 +392,8 @@ class PriceScorer:
         busy = prefill_share(load)
         own_s = (step_s + more_s) * (1.0 + (weights.lumps - 1.0) * busy)
         pace_s = step_s * (1.0 - 0.5 * busy)
-        uncached = request.prompt_tokens - hit
-        grown = uncached + part.decodes * request.output_tokens
-        moved = 0.0
-        if is_turn(request, part) and uncached:
-            moved = weights.move_weight * (most_cached(candidates, cached) - hit) / uncached
+        grown = request.prompt_tokens - hit + part.decodes * request.output_tokens
+        moved = self._moved(request, most_cached(candidates, cached), hit, part)
         return PriceTerms(
             ttft=self._loss(first_s / patience_s(request, query.now)),
             tpot=part.decodes * weights.tpot_weight * self._loss(own_s / slo.tpot_s),
@@ -439,6 +413,14 @@ class PriceScorer:
             kv=weights.kv_weight
             * (self._loss_by_kv(load, query.now, grown) + slot_loss(load, usual)),
         )
+
+    def _moved(self, request: Request, most: int, hit: int, part: PhaseShare) -> float:
+        # Return by how many times its prefill a turn's price rises, because of what another
+        # endpoint has cached: `most` tokens, and `hit` tokens are cached here.
+        uncached = request.prompt_tokens - hit
+        if not uncached or not is_turn(request, part):
+            return 0.0
+        return self.weights.move_weight * (most - hit) / uncached
 
     def _wait_s(self, query: RoutingQuery, load: EndpointLoad, work_s: float) -> float:
         # Return the seconds until all queued prompts are computed. External ones take `work_s`.
@@ -548,51 +530,6 @@ class PriceScorer:
             after = before + more_s + work_s * inverse
             loss += count * (self._loss(after / tpot_s) - self._loss(before / tpot_s))
         return loss
-
-    def speeds(self, candidates: Sequence[Candidate]) -> SpeedFactors:
-        """Return the learned speed of each candidate as three lists of factors on estimated times.
-
-        The lists are for prefill, for attention and for decode steps, in the candidates' order.
-        Endpoints of similar speed get equal factors, because small differences may be noise. The
-        last two results are kept, because they change only when a speed is observed.
-        """
-        learned = list(map(_SPEEDS, candidates))
-        if learned != self._learned:
-            # A split compares prefill endpoints and decode endpoints in turn.
-            self._swap_pools()
-            if learned != self._learned:
-                self._equalize(learned)
-        return self._factors
-
-    def _swap_pools(self) -> None:
-        other = self._other_pool
-        lacks = self._is_unmeasured, self._is_unknown
-        self._other_pool = self._learned, self._factors, self._has_unobserved, *lacks
-        self._learned, self._factors, self._has_unobserved = other[:3]
-        self._is_unmeasured, self._is_unknown = other[3:]
-
-    def _equalize(self, learned: list[UsualSpeeds]) -> None:
-        prefill, pairs, step = zip(*learned, strict=True) if learned else ((), (), ())
-        limit = self.weights.equal_speed_factor
-        self._factors = (
-            equalize_speeds(prefill, limit),
-            equalize_speeds(pairs, limit),
-            equalize_speeds(step, limit),
-        )
-        self._learned = learned
-        self._has_unobserved = any(speeds.prefill == UNOBSERVED for speeds in learned)
-        least = self.weights.measured_share * len(learned)
-        self._is_unmeasured = sum(map(was_measured, learned)) < least
-        self._is_unknown = sum(map(was_ever_observed, learned)) < least
-
-    def _waits_for_speeds(self, now: float) -> bool:
-        # Return whether the least work decides, because too few speeds were observed. Long answers
-        # show decoding late, and short prompts prefill never: one is enough after REST_S.
-        if self._is_unknown:
-            self._known_since = inf
-            return True
-        self._known_since = min(self._known_since, now)
-        return now < self._known_since + REST_S
 
     def _loss(self, share: float) -> float:
         capped = min(share, self.weights.late)

@@ -35,7 +35,7 @@ class SessionStarts:
         self._oldest: deque[str] = deque()
 
     def is_first(self, request: Request) -> bool:
-        """Return whether a request begins a session; every attempt of a request counts alike."""
+        """Return whether a request begins a session. The result is the same at each attempt."""
         if not request.session or request.is_session_inferred:
             return False
         first = self._first.get(request.session)

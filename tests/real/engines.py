@@ -13,8 +13,8 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -224,6 +224,24 @@ async def transfers(engines: Sequence[Engine]) -> float:
 async def troubles(engines: Sequence[Engine]) -> dict[str, float]:
     pages = [await engine.numbers() for engine in engines]
     return {name: sum(page.get(name, 0.0) for page in pages) for name in TROUBLES}
+
+
+@asynccontextmanager
+async def idle_around(
+    engines: Iterable[Engine], before_s: float, after_s: float, *, may_be_killed: bool = False
+) -> AsyncIterator[None]:
+    """Check that the engines hold no KV and no request before and after a test.
+
+    before_s, after_s  maximum seconds to wait for that
+    may_be_killed      whether an engine that the test has killed is left out afterwards
+    """
+    engines = tuple(engines)
+    for engine in engines:
+        await engine.idle_within(before_s)
+    yield
+    for engine in engines:
+        if engine.running or not may_be_killed:
+            await engine.idle_within(after_s)
 
 
 def free_ports(count: int) -> list[int]:

@@ -16,7 +16,14 @@ import aiohttp
 import pytest
 
 from tests.real.engine_requests import Answer, ask, body, differences, prompt
-from tests.real.engines import BLOCK_TOKENS, REAL, Engine, free_ports, penstock_connector
+from tests.real.engines import (
+    BLOCK_TOKENS,
+    REAL,
+    Engine,
+    free_ports,
+    idle_around,
+    penstock_connector,
+)
 from tests.real.gateway_process import config, gateway
 
 REQUESTS, AT_ONCE = 200, 4
@@ -62,13 +69,8 @@ def started(
 
 @pytest.fixture
 async def idle(pair: tuple[Engine, Engine]) -> AsyncIterator[tuple[Engine, Engine]]:
-    # Yield the engines. Asserts that they hold no KV before and after the test.
-    for engine in pair:
-        await engine.idle_within(20.0)
-    yield pair
-    for engine in pair:
-        if engine.running:
-            await engine.idle_within(LEASE_S / 2)
+    async with idle_around(pair, 20.0, LEASE_S / 2, may_be_killed=True):
+        yield pair
 
 
 async def handoff_of(engine: Engine, asked: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.real.engine_requests import Answer, ask, body, differences, prompt
-from tests.real.engines import REAL, Engine, free_ports, penstock_connector
+from tests.real.engines import REAL, Engine, free_ports, idle_around, penstock_connector
 from tests.real.gateway_process import config, gateway
 from tests.real.handoff_by_hand import SERVING, card_of, push
 
@@ -70,11 +70,8 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
 
 @pytest.fixture
 async def idle(trio: Trio) -> AsyncIterator[Trio]:
-    for engine in trio.all:
-        await engine.idle_within(20.0)
-    yield trio
-    for engine in trio.all:
-        await engine.idle_within(15.0)
+    async with idle_around(trio.all, 20.0, 15.0):
+        yield trio
 
 
 @dataclass(frozen=True)

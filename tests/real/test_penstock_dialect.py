@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.real.engine_requests import Answer, ask, body, differences, prompt
-from tests.real.engines import Engine
+from tests.real.engines import Engine, idle_around
 from tests.real.gateway_process import config, gateway
 from tests.real.handoff_by_hand import SERVING, card_of, decode, prefill, push
 from tests.real.test_connector import fetched, started
@@ -30,11 +30,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Eng
 
 @pytest.fixture
 async def idle(pair: tuple[Engine, Engine]) -> AsyncIterator[tuple[Engine, Engine]]:
-    for engine in pair:
-        await engine.idle_within(40.0)
-    yield pair
-    for engine in pair:
-        await engine.idle_within(15.0)
+    async with idle_around(pair, 40.0, 15.0):
+        yield pair
 
 
 def text_of(number: int) -> str:

@@ -24,7 +24,7 @@ import pytest
 from tests.e2e.processes import GatewayProcess
 from tests.metrics_page import total
 from tests.real.engine_requests import Answer, ask, body, differences, prompt
-from tests.real.engines import BLOCK_TOKENS, Engine
+from tests.real.engines import BLOCK_TOKENS, Engine, idle_around
 from tests.real.gateway_process import gateway
 from tests.real.replies import send
 from tests.real.test_connector import LEASE_S, started
@@ -60,11 +60,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Eng
 
 @pytest.fixture
 async def idle(pair: tuple[Engine, Engine]) -> AsyncIterator[tuple[Engine, Engine]]:
-    for engine in pair:
-        await engine.idle_within(20.0)
-    yield pair
-    for engine in pair:
-        await engine.idle_within(LEASE_S / 2)
+    async with idle_around(pair, 20.0, LEASE_S / 2):
+        yield pair
 
 
 class Sources(NamedTuple):

@@ -27,6 +27,7 @@ from tests.real.engines import (
     ROOT,
     Engine,
     free_ports,
+    idle_around,
     penstock_connector,
 )
 from tests.real.gateway_process import gateway
@@ -118,13 +119,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, Engi
 async def idle(
     host: tuple[Store, Engine, Engine],
 ) -> AsyncIterator[tuple[Store, Engine, Engine]]:
-    # Yield the store and the engines. Asserts that the engines hold no KV before and after.
-    for engine in host[1:]:
-        await engine.idle_within(WAIT_S)
-    yield host
-    for engine in host[1:]:
-        if engine.running:
-            await engine.idle_within(WAIT_S)
+    async with idle_around(host[1:], WAIT_S, WAIT_S, may_be_killed=True):
+        yield host
 
 
 async def forget_prompts(engine: Engine) -> None:

@@ -15,6 +15,7 @@ from policies.engine.running_answer_lengths import AgeGroup
 from policies.engine.step_time import PRIOR_VAR, SpeedFactor
 from policies.policy_types import DECODE_PHASE, WHOLE_REQUEST, LinkLoad, PhaseShare
 from policies.pricing.endpoint_price import PricedPolicy, PriceScorer, round_down
+from policies.pricing.pool_speeds import PoolSpeeds
 from policies.pricing.price_loop import PriceLoop, patience_s
 from policies.pricing.speed_differences import equalize_speeds
 from policies.pricing.usual_slo import MOST_VOTES
@@ -148,9 +149,10 @@ def test_equalized_speeds_follow_each_observation_and_the_candidates_asked_for()
         ask(8000, 300),
     )
     fleet[1].load.belief.speeds = fleet[1].load.belief.speeds._replace(prefill=SpeedFactor(1.2, 0))
-    assert by.speeds(fleet)[0] == pytest.approx([1.2 / 1.0, 1.0])
-    assert by.speeds(fleet[:1])[0] == [1.0]
-    assert by.speeds(()) == ([], [], [])
+    speeds = PoolSpeeds(1.5, 0.0)
+    assert speeds.factors(fleet)[0] == pytest.approx([1.2 / 1.0, 1.0])
+    assert speeds.factors(fleet[:1])[0] == [1.0]
+    assert speeds.factors(()) == ([], [], [])
     before = by.prices(question, fleet)
     assert by.prices(question, fleet) == before
     fleet[1].load.belief.observe_decode(4.0, 1.0, 0.5, 0.001)

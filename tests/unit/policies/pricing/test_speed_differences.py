@@ -11,7 +11,8 @@ from policies import policy_registry
 from policies.candidate_order import create_order
 from policies.endpoint_load import LoadChanges
 from policies.engine.step_time import SpeedBelief, SpeedFactor, UsualSpeeds
-from policies.pricing.endpoint_price import REST_S, PricedPolicy, PriceScorer
+from policies.pricing.endpoint_price import PricedPolicy, PriceScorer
+from policies.pricing.pool_speeds import LONGEST_WAIT_S
 from policies.pricing.speed_differences import PASSED, LateTests, was_measured
 from policies.routing_types import Candidate, RoutingQuery
 from tests.unit.policies.builders import ask, outlook
@@ -214,8 +215,8 @@ def test_prefill_or_decoding_alone_is_enough_after_a_while() -> None:
     assert picked(100.0) == picked(200.0) == 1, "nothing is known, however long it takes"
     belief = quick.load.belief
     belief.speeds = belief.speeds._replace(prefill=SpeedFactor(1.0, 0.01))
-    assert picked(200.0) == picked(200.0 + 0.9 * REST_S) == 1
-    assert picked(200.0 + REST_S) == 0
+    assert picked(200.0) == picked(200.0 + 0.9 * LONGEST_WAIT_S) == 1
+    assert picked(200.0 + LONGEST_WAIT_S) == 0
 
 
 def test_an_endpoint_is_measured_when_prompts_and_decoding_were_observed() -> None:
