@@ -1,7 +1,7 @@
 """Tests of pulls between two real engines with our KV connector, through a gateway.
 
-One engine has the beginning of a prompt in its prefix cache, and serves another request at its
-limit. The other engine fetches the beginning, and computes the rest. The engines' own counters show
+One engine has the beginning of a prompt in its prefix cache, and generates answers in three of the
+four slots that its label states. So the other engine costs less. It fetches the beginning, and computes the rest. The engines' own counters show
 which tokens were fetched and which were computed.
 """
 
@@ -36,8 +36,8 @@ pools:
   main:
     policy: priced
     endpoints:
-      - {{name: KP, url: '{0}', max_concurrency: 1, kv_tokens: 32768}}
-      - {{name: KD, url: '{1}', max_concurrency: 1, kv_tokens: 32768}}
+      - {{name: KP, url: '{0}', max_concurrency: 4, kv_tokens: 32768, labels: {{max_num_seqs: "4"}}}}
+      - {{name: KD, url: '{1}', max_concurrency: 4, kv_tokens: 32768, labels: {{max_num_seqs: "4"}}}}
 health: {{timeout: 5s, progress: 60s, interval: 500ms, slow_factor: 0}}
 scrape: {{timeout: 5s, interval: 500ms}}
 """
@@ -94,15 +94,15 @@ class Place(NamedTuple):
 async def busy_holder(
     front: GatewayProcess, pair: tuple[Engine, Engine], beginning: str
 ) -> AsyncIterator[Place]:
-    # Have the beginning computed by one engine, which then serves that request at its limit.
+    # Have the beginning computed by one engine, three of whose slots that request then uses.
     began, heard = asyncio.Event(), list[str]()
 
     def on_event(endpoint: str) -> None:
         heard.append(endpoint)
         began.set()
 
-    # Requests with two choices are never split, so this one occupies one engine.
-    asked = body(f"{beginning} fill", max_tokens=1500, stream=True, n=2, temperature=1)
+    # Requests with several choices are never split, so this one occupies one engine.
+    asked = body(f"{beginning} fill", max_tokens=1500, stream=True, n=3, temperature=1)
     fill = asyncio.ensure_future(ask(front.url, asked, heard=on_event))
     waiting = asyncio.ensure_future(began.wait())
     await asyncio.wait((fill, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -264,7 +264,7 @@ async def test_a_tenant_pulls_its_own_beginning_and_no_other_one(
         name = (await send_as("acme", f"{beginning} first"))["endpoint"]
         holder, other = idle if idle[0].name == name else idle[::-1]
         fill = asyncio.ensure_future(
-            send_as("acme", f"{beginning} fill", max_tokens=1000, ignore_eos=True)
+            send_as("acme", f"{beginning} fill", max_tokens=1000, ignore_eos=True, n=3)
         )
         await holder.holds_within(30.0)
         try:
