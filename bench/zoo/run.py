@@ -7,7 +7,8 @@ of workloads (space.py), so no policy can have been tuned on them.
 
 Each result is a line of JSON in the file. An interrupted run can continue, because results in the
 file are not measured again. Each workload is measured with two random seeds of arrivals, the same
-for all policies.
+for all policies. Rules far behind the best one with the first seed are not measured with the
+second one (successive halving).
 
 The capacity at 90% attainment is measured for all policies. Other results are measured only for
 `priced` and the best rules. docs/policies.md describes the results.
@@ -48,6 +49,10 @@ RULES = (
 FINALISTS = 4
 """Number of the best rules on a workload for which the other figures are measured."""
 
+KEPT_SHARE = 0.9
+"""Least share of the best rule's capacity with the first seed of arrivals with which a rule is also
+measured with further seeds. A rule with less does not become the best one by other arrivals."""
+
 TARGETS = (0.9, 0.95, 0.99)
 LOW_LOADS = (0.25, 0.5, 0.8)
 """Shares of the best rule's capacity at which attainment is compared."""
@@ -79,10 +84,16 @@ class ResultFile:
 
 
 class Comparison:
-    """Measures all routing policies on one random workload, with one seed of the arrivals."""
+    """Measures routing policies on one random workload, with one seed of the arrivals.
 
-    def __init__(self, seed: str, number: int, arrivals: int, file: ResultFile) -> None:
+    first  the seed of arrivals that was measured first; all policies were measured with it
+    """
+
+    def __init__(
+        self, seed: str, number: int, arrivals: int, file: ResultFile, first: int = 0
+    ) -> None:
         self._place = (seed, number, arrivals)
+        self._first = (seed, number, first)
         self._file = file
 
     def run(self, policies: Sequence[str], quick: bool = False) -> None:
@@ -91,6 +102,8 @@ class Comparison:
         Capacities come first. The other figures follow, unless `quick` is true.
         """
         start = 0
+        if self._place != self._first:
+            policies = [policy for policy in policies if policy == OURS or self._is_near(policy)]
         for policy in policies:
             result = self._measure(policy, start, TARGETS[:1])
             start = round(log(max(result.capacity.get("0.9", 0.0), 1 / 30)) / log(STEP))
@@ -98,17 +111,22 @@ class Comparison:
                 return
         if quick:
             return
-        results = [
-            known
-            for policy in RULES
-            if (known := self._file.known.get((*self._place, policy))) is not None
-        ]
+        results = self._known_rules(self._place)
         reference = reference_step(results)
         best = best_rules(results, FINALISTS)
         steps = [reference + round(log(share) / log(STEP)) for share in LOW_LOADS]
         for policy in policies:
             if policy == OURS or policy in best:
                 self._measure(policy, reference, TARGETS, steps)
+
+    def _known_rules(self, place: tuple[str, int, int]) -> list[Result]:
+        known = (self._file.known.get((*place, rule)) for rule in RULES)
+        return [result for result in known if result is not None]
+
+    def _is_near(self, policy: str) -> bool:
+        results = self._known_rules(self._first)
+        least = KEPT_SHARE * max((result.load("0.9") for result in results), default=0.0)
+        return all(result.load("0.9") >= least for result in results if result.policy == policy)
 
     def _measure(
         self, policy: str, start: int, targets: Iterable[float], steps: Iterable[int] = ()
@@ -181,11 +199,12 @@ def main() -> None:
     file = ResultFile(args.out, code_digest(), args.any_code)
     until = monotonic() + 60 * args.minutes
     numbers = range(args.first, args.first + args.count)
+    seeds = [int(arrivals) for arrivals in args.arrivals.split(",")]
     for number in numbers:
-        for arrivals in map(int, args.arrivals.split(",")):
+        for arrivals in seeds:
             if monotonic() > until:
                 break
-            comparison = Comparison(args.seed, number, arrivals, file)
+            comparison = Comparison(args.seed, number, arrivals, file, seeds[0])
             comparison.run(args.policies.split(","), args.quick)
     workloads = {number: draw(args.seed, number) for number in numbers}
     text = page(workloads, [file.known[key] for key in file.known if key[0] == args.seed], OURS)

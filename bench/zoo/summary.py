@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import exp, log, sqrt
+from statistics import fmean
 
 from bench.zoo.measure import HIGHEST, STEP
 from bench.zoo.results import LEAST, Result, reference_step
@@ -65,7 +66,7 @@ def _split_dropped(
         if any(result.dropped for result in cells):
             dropped[number] = "slow to replay"
             continue
-        if ours not in by or any(set(by[policy]) != set(by[ours]) for policy in by):
+        if ours not in by or any(not set(by[policy]) <= set(by[ours]) for policy in by):
             continue
         capacities = [result.capacity["0.9"] for result in cells if result.policy != ours]
         if not capacities:
@@ -116,6 +117,7 @@ def best_rule_ratio(by: ByPolicy, rules: Sequence[str], ours: str, target: str =
             rule
             for rule in rules
             if rule in by
+            and all(seed in by[rule] for seed in (other, arrivals))
             and target in by[rule][other].capacity
             and target in by[rule][arrivals].capacity
         ]
@@ -188,7 +190,7 @@ def attainment_gap(by: ByPolicy, rules: Sequence[str], ours: str, share: float) 
     gaps = []
     seeds = sorted(by[ours])
     steps = {
-        seed: reference_step(by[rule][seed] for rule in rules if rule in by)
+        seed: reference_step(by[rule][seed] for rule in rules if seed in by.get(rule, {}))
         + round(log(share) / log(STEP))
         for seed in seeds
     }
@@ -198,6 +200,7 @@ def attainment_gap(by: ByPolicy, rules: Sequence[str], ours: str, share: float) 
             rule
             for rule in rules
             if rule in by
+            and all(seed in by[rule] for seed in (other, arrivals))
             and steps[other] in by[rule][other].attainment
             and steps[arrivals] in by[rule][arrivals].attainment
         ]
@@ -259,7 +262,7 @@ def _workloads_table(
     for number, by in used.items():
         workload = workloads[number]
         means = {
-            rule: sum(log(result.load("0.9")) for result in by[rule].values())
+            rule: fmean(log(result.load("0.9")) for result in by[rule].values())
             for rule in rules
             if rule in by
         }

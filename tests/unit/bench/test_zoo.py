@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from math import isclose
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from bench.zoo.fleets import IDLE_TTFT, build_fleet, idle_ttft_s
 from bench.zoo.measure import HIGHEST, LOWEST, STEP, Attainments, build_case, find_capacity
 from bench.zoo.requests import LONGEST_ANSWER, LONGEST_PROMPT, SHORTEST_ANSWER
 from bench.zoo.results import LEAST, Result
+from bench.zoo.run import Comparison, ResultFile
 from bench.zoo.space import MOST_REQUESTS, draw
 from bench.zoo.summary import attainment_gap, best_rule_ratio, geometric_mean, page, ratio
 from policies.routing_types import Role
@@ -129,6 +131,31 @@ def test_the_gap_below_capacity_is_the_best_rules_attainment_less_ours() -> None
         "a": {seed: _result("a", seed, 1.0, 0.99) for seed in (0, 1)},
     }
     assert isclose(attainment_gap(by, ["a"], "ours", 0.5), 0.02)
+
+
+def test_a_rule_far_behind_with_the_first_arrivals_is_not_measured_with_others(
+    tmp_path: Path,
+) -> None:
+    file = ResultFile(tmp_path / "results.jsonl", "code", any_code=False)
+    for arrivals, policy, capacity in (
+        (0, "priced", 0.5),
+        (0, "llumnix", 1.0),
+        (0, "preble", 0.91),
+        (0, "lmetric", 0.89),
+        (1, "priced", 0.5),
+        (1, "llumnix", 1.0),
+        (1, "preble", 1.0),
+    ):
+        file.add(_result(policy, arrivals, capacity))
+    for arrivals in (0, 1):
+        comparison = Comparison("test", 0, arrivals, file, first=0)
+        comparison.run(("llumnix", "preble", "lmetric", "priced"), quick=True)
+    measured = {(policy, arrivals) for _, _, arrivals, policy in file.known}
+    assert ("lmetric", 1) not in measured
+    assert len(measured) == 7
+    assert "1 workloads counted" in page(
+        {0: draw("test", 0)}, [file.known[key] for key in file.known], "priced"
+    )
 
 
 def test_a_geometric_mean_lies_within_its_interval() -> None:
