@@ -30,6 +30,12 @@ LINES_PER_BLOCK = 32
 """Number of log lines that are encoded together, which takes a third less time than encoding them
 one by one.
 """
+WRITE_BYTES = 512 * 1024
+"""Size of the buffer at which it is written without a wait for the timer.
+
+It is still in the processor's cache then. At full load, `access_flush` alone would collect several
+MB, and copying those from memory took 4 % of the CPU time of a request.
+"""
 
 
 class _Writer:
@@ -126,6 +132,9 @@ class AccessLog:
         self._lines.append(line)
         if len(self._lines) >= LINES_PER_BLOCK:
             self._encode()
+            writer = self._writer
+            if self._size >= WRITE_BYTES and writer is not None and not writer.is_busy:
+                self._begin(writer)
         if self._timer is None:
             self._timer = self._loop.call_later(self._flush_s, self._flush)
 

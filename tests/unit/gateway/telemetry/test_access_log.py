@@ -106,6 +106,22 @@ async def test_lines_that_the_disk_refuses_are_counted(
     assert dropped.value == 2
 
 
+async def test_a_full_buffer_is_written_before_the_timer_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access_log, "WRITE_BYTES", 5000)
+    file, rows = tmp_path / "access.jsonl", 0
+    log = AccessLog(to(file, access_flush="1m"), asyncio.get_running_loop(), Counter())
+    async with asyncio.timeout(PATIENCE_S):
+        while not file.read_bytes():
+            log.write(LINE)
+            rows += 1
+            await asyncio.sleep(0)
+    assert rows >= LINES_PER_BLOCK
+    await log.close()
+    assert file.read_bytes().count(b'"req_1"') == rows
+
+
 async def test_an_unexpected_error_loses_its_lines_but_not_the_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
