@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from math import inf
 from operator import itemgetter
@@ -84,12 +84,16 @@ used again; that of a thousand is not. At few requests, and in the long run, tie
 
 _SLOT_OF, _GROUP_AND_KEY = itemgetter(2), itemgetter(3, 0)
 
-Entry = tuple[float, float, int, int]
-"""An entry of the sorted order, as a tuple of four numbers.
+Entry = tuple[float, float, int, int, int]
+"""An entry of the sorted order, as a tuple of five numbers.
 
-The sort key, a random number that breaks ties, the endpoint's slot (EndpointLoad.slot), and its
-group (Ranking.group).
+The sort key, a random number that breaks ties, the endpoint's slot (EndpointLoad.slot), its group
+(Ranking.group), and its weight: how much it adds towards Ranking.depth.
 """
+
+
+SurePlace = tuple[float, int, int]
+"""The sort key, the group and the weight of a candidate whose weight is not 0."""
 
 
 class CandidateOrder:
@@ -211,7 +215,7 @@ class CandidateOrder:
     ) -> int | None:
         # Return the slot of a group's best entries that must be ranked again, if there is one.
         if len(again) < MOST_RANKED_AGAIN:
-            for _, _, slot, _ in self._groups.get(group, ())[: self._ranking.depth]:
+            for _, _, slot, _, _ in self._groups.get(group, ())[: self._ranking.depth]:
                 if slot not in again and rises(self._by_slot[slot].load, now):
                     return slot
         return None
@@ -241,7 +245,8 @@ class CandidateOrder:
 
     def _entry(self, candidate: Candidate, query: RoutingQuery, tie: float) -> Entry | None:
         # Return the candidate's sort key and group; None if it may receive no request.
-        load, ranking = candidate.load, self._ranking
+        load: EndpointLoad = candidate.load
+        ranking = self._ranking
         if (
             not load.is_available
             or load.in_flight >= candidate.endpoint.max_concurrency
@@ -249,14 +254,22 @@ class CandidateOrder:
         ):
             return None
         group = 0 if ranking.group is None else ranking.group(load)
-        return ranking.key(candidate, query.now), tie, load.slot, group
+        return ranking.key(candidate, query.now), tie, load.slot, group, self._weight(load)
+
+    def _weight(self, load: EndpointLoad) -> int:
+        # Return how much a candidate adds towards `depth`: 0 if its place in the order is
+        # uncertain, and all of `depth` if it needs no others.
+        ranking = self._ranking
+        if ranking.is_settled is not None and not ranking.is_settled(load):
+            return 0
+        return 1 if ranking.is_certain is None or not ranking.is_certain(load) else ranking.depth
 
     def _rank(self, slot: int, query: RoutingQuery, is_redrawn: bool = False) -> None:
         old = self._entries.get(slot)
         tie = query.rng.random() if old is None or is_redrawn else old[1]
         new = self._entry(self._by_slot[slot], query, tie)
         if old is not None:
-            if new is not None and old[0] == new[0] and old[3] == new[3] and not is_redrawn:
+            if new is not None and old == new:
                 return
             self._remove(old)
         if new is not None:
@@ -282,74 +295,123 @@ class CandidateOrder:
 
     def _shortlist(self, query: RoutingQuery) -> list[Candidate]:
         match, by_slot = query.cached_by_slot, self._by_slot
-        listed = self._holders(match, query)
-        chosen = dict.fromkeys(listed)
-        wide = match.wide[:LEVELS] if isinstance(match, PrefixMatch) else ()
-        best = [inf] * (len(wide) + 1)
+        held: dict[int, int]
+        wide: Sequence[WideMatch] = ()
+        # The type is compared, because isinstance() of an abstract class costs more.
+        if type(match) is PrefixMatch:
+            held, wide = match.narrow, match.wide[:LEVELS]
+        else:
+            held = {slot: count for slot, count in enumerate(match) if count}
+        found = self._holders(held, query)
         least = wide[0].tokens if wide else 0
-        unfinished: set[int] = set()
-        for number in self._numbers:
-            if listed:
-                best[0] = min(best[0], self._beaten_from(listed, match, least, number))
-            self._add_leaders(self._groups[number], query, wide, best, listed, chosen, unfinished)
-        for level in unfinished:
-            if len(wide[level]) <= MOST_LISTED:
-                self._add_all_leaders(wide[level], query, chosen)
-            elif not level and best[0] == inf:  # few of the best candidates hold the prefix
-                self._add_holders(wide[0], query, chosen)
+        chosen = self._unbeatable(found, held, least)
+        if chosen is None:
+            chosen = self._possible_best(found, held, wide, query)
         if len(chosen) < SHORTLIST:
             self._fill_up(query, chosen)
         if self._untested:
             self._add_untested(query, chosen)
         return [by_slot[slot] for slot in chosen]
 
-    def _holders(self, match: Sequence[int], query: RoutingQuery) -> list[int]:
-        # Return the slots of eligible candidates that have part of the prompt cached.
+    def _unbeatable(
+        self, found: list[Entry], held: dict[int, int], least: int
+    ) -> dict[int, None] | None:
+        # Return the slots of holders that no candidate can beat, and of others up to SHORTLIST.
         #
-        # Above SHORTLIST, return only those that can be the best.
-        entries = self._entries
-        held: Mapping[int, int]
-        if isinstance(match, PrefixMatch):
-            held = match.narrow
-        else:
-            held = {slot: count for slot, count in enumerate(match) if count}
-        found = [entries[slot] for slot in held if slot in entries]
+        # They hold most of the prompt, at least the `least` tokens of prefixes that many hold, and
+        # are among the best of the order. The result is None if there are none.
+        if not found or (most := max(held.values())) < least:
+            return None
+        number, depth = self._numbers[0], self._ranking.depth
+        lowest = self._groups[number][0][0]
+        best = [
+            entry
+            for entry in found
+            if entry[0] == lowest
+            and entry[3] == number
+            and entry[4] >= depth
+            and held[entry[2]] == most
+        ]
+        if not best:
+            return None
+        for other in self._numbers[1:]:
+            if self._groups[other][0][0] < lowest:
+                return None
+        if len(best) > SHORTLIST:
+            best.sort()
+            del best[SHORTLIST:]
+        chosen: dict[int, None] = dict.fromkeys(map(_SLOT_OF, best))
+        for entry in found:
+            if len(chosen) == SHORTLIST:
+                break
+            chosen[entry[2]] = None
+        return chosen
+
+    def _possible_best(
+        self,
+        found: list[Entry],
+        held: dict[int, int],
+        wide: Sequence[WideMatch],
+        query: RoutingQuery,
+    ) -> dict[int, None]:
+        # Return the slots of all candidates that might be the best one.
+        listed = self._leaders(found, held) if len(found) > SHORTLIST else found
+        chosen: dict[int, None] = dict.fromkeys(map(_SLOT_OF, listed))
+        best = [inf] * (len(wide) + 1)
+        sure = _sure_places(listed, held, wide[0].tokens if wide else 0)
+        unfinished: set[int] = set()
+        for number in self._numbers:
+            entries = self._groups[number]
+            if sure:
+                best[0] = min(best[0], self._beaten_from(sure, number))
+            if entries[0][0] < best[0]:
+                self._add_leaders(entries, query, wide, best, chosen, unfinished)
+        for level in unfinished:
+            if len(wide[level]) <= MOST_LISTED:
+                self._add_all_leaders(wide[level], query, chosen)
+            elif not level and best[0] == inf:  # few of the best candidates hold the prefix
+                self._add_holders(wide[0], query, chosen)
+        return chosen
+
+    def _holders(self, held: dict[int, int], query: RoutingQuery) -> list[Entry]:
+        # Return the entries of candidates that have part of the prompt cached.
+        entries: dict[int, Entry] = self._entries
+        found = []
+        for slot in held:
+            entry = entries.get(slot)
+            if entry is not None:
+                found.append(entry)
         if query.failed_endpoints:
             found = [entry for entry in found if self._meets_conditions(entry[2], query)]
-        if len(found) <= SHORTLIST:
-            return list(map(_SLOT_OF, found))
-        # If more slots hold the prefix, keep those that no other slot is certain to beat.
+        return found
+
+    def _leaders(self, found: list[Entry], held: dict[int, int]) -> list[Entry]:
+        # Return those of the entries that no other one is certain to beat, and sort `found`.
+        #
+        # There are at least SHORTLIST of them. `held` has the number of cached tokens by slot.
         if len(self._numbers) > 1:
             found.sort(key=_GROUP_AND_KEY)
         else:
             found.sort()
-        return self._leaders(found, held)
-
-    def _leaders(self, found: list[Entry], held: Mapping[int, int]) -> list[int]:
-        # Return the slots of those of the sorted entries that no other one is certain to beat.
-        #
-        # There are at least SHORTLIST of them. `held` has the number of cached tokens by slot.
         depth, longest = self._ranking.depth, max([held[entry[2]] for entry in found])
-        leaders: list[int] = []
-        settled: list[tuple[int, float, int]] = []
+        leaders: list[Entry] = []
         # Number of leaders until none of the following entries can be the best. Entries of another
         # group may have lower keys.
         missing = depth if len(self._numbers) == 1 else len(found) * depth + 1
-        for key, _, slot, _ in found:
-            tokens = held[slot]
+        for entry in found:
+            key, tokens = entry[0], held[entry[2]]
             if len(leaders) >= SHORTLIST:
                 if missing <= 0:
                     break
-                better = [
-                    weight for count, other, weight in settled if count >= tokens and other <= key
-                ]
-                if sum(better) >= depth:
+                better = 0
+                for other in leaders:
+                    if other[0] <= key and held[other[2]] >= tokens:
+                        better += other[4]
+                if better >= depth:
                     continue
-            leaders.append(slot)
-            weight = self._weight(slot)
-            settled.append((tokens, key, weight))
+            leaders.append(entry)
             if tokens >= longest:
-                missing -= weight
+                missing -= entry[4]
         return leaders
 
     def _add_all_leaders(
@@ -359,9 +421,8 @@ class CandidateOrder:
         entries = self._entries
         found = [entries[slot] for slot in prefix.holders() if self._may_serve(slot, query)]
         if found:
-            found.sort(key=_GROUP_AND_KEY)
             held = dict.fromkeys(map(_SLOT_OF, found), prefix.tokens)
-            chosen |= dict.fromkeys(self._leaders(found, held))
+            chosen |= dict.fromkeys(map(_SLOT_OF, self._leaders(found, held)))
 
     def _add_holders(self, prefix: WideMatch, query: RoutingQuery, chosen: dict[int, None]) -> None:
         # Add a few candidates that hold a prefix, those first that used it least recently.
@@ -373,33 +434,24 @@ class CandidateOrder:
                 if added == SHORTLIST:
                     return
 
-    def _beaten_from(
-        self, listed: Sequence[int], match: Sequence[int], least: int, group: int
-    ) -> float:
+    def _beaten_from(self, sure: list[SurePlace], group: int) -> float:
         # Return the key from which on no candidate of a group that is not listed can be the best.
         #
-        # Enough listed candidates have lower keys and hold more: at least `least` tokens each,
-        # which is the most that others hold. The result is inf if there are not enough.
-        entries, missing = self._entries, self._ranking.depth
-        for key, slot in sorted(
-            [
-                (entries[slot][0], slot)
-                for slot in listed
-                if match[slot] >= least and entries[slot][3] <= group
-            ]
-        ):
-            missing -= self._weight(slot)
-            if missing <= 0:
-                return key
+        # Enough listed candidates have lower keys. The result is inf if there are not enough.
+        missing = self._ranking.depth
+        for key, number, weight in sure:
+            if number <= group:
+                missing -= weight
+                if missing <= 0:
+                    return key
         return inf
 
     def _add_leaders(
         self,
-        entries: Sequence[Entry],
+        entries: list[Entry],
         query: RoutingQuery,
         wide: Sequence[WideMatch],
         best: list[float],
-        listed: Sequence[int],
         chosen: dict[int, None],
         unfinished: set[int],
     ) -> None:
@@ -410,7 +462,6 @@ class CandidateOrder:
         # best    the key from which on others certainly do better, by the longest of these prefixes
         #         that a candidate holds (the last entry: none of them). Candidates that hold more
         #         count for all shorter prefixes. Updated for the following groups
-        # listed  candidates that are in `chosen` in any case
         # unfinished  the numbers of prefixes that further candidates of the group may hold
         unsettled = 0
         lowest = inf
@@ -420,12 +471,10 @@ class CandidateOrder:
                 return
             prefix = wide[level] if level < len(wide) else None
             taken = 0
-            for slot in _slots_holding(prefix, entries):
-                key = self._entries[slot][0]
+            for key, _, slot, _, weight in self._entries_holding(prefix, entries):
                 if key >= lowest:
                     break
-                weight = self._weight(slot)
-                if slot not in listed and slot not in chosen:
+                if slot not in chosen:
                     if not self._meets_conditions(slot, query):
                         continue
                     unsettled += not weight
@@ -439,17 +488,6 @@ class CandidateOrder:
             else:
                 if prefix is not None and len(entries) > STEPS:
                     unfinished.add(level)
-
-    def _weight(self, slot: int) -> int:
-        # Return how much a candidate adds towards `depth`: 0 if its place in the order is
-        # uncertain, and all of `depth` if it needs no others.
-        ranking = self._ranking
-        if ranking.is_settled is None and ranking.is_certain is None:
-            return 1
-        load = self._by_slot[slot].load
-        if ranking.is_settled is not None and not ranking.is_settled(load):
-            return 0
-        return 1 if ranking.is_certain is None or not ranking.is_certain(load) else ranking.depth
 
     def _add_untested(self, query: RoutingQuery, chosen: dict[int, None]) -> None:
         # Add one idle candidate whose speed is known only from its label. They take turns.
@@ -475,10 +513,20 @@ class CandidateOrder:
             if self._prefers_proven and not self._by_slot[slot].load.is_proven:
                 return False
             conditions = self._retry_conditions
-        if not conditions:
-            return True
         candidate = (self._by_slot[slot],)
-        return all(filter_(query, candidate) for filter_ in conditions)
+        for filter_ in conditions:  # noqa: SIM110 - a generator costs more
+            if not filter_(query, candidate):
+                return False
+        return True
+
+    def _entries_holding(self, prefix: WideMatch | None, entries: list[Entry]) -> Iterator[Entry]:
+        # Return the best of these entries, as far as they hold the prefix (None: any).
+        #
+        # Hundreds of entries may be passed over for each that holds it, so the loop runs in C.
+        best = islice(entries, STEPS)
+        if prefix is None:
+            return best
+        return map(self._entries.__getitem__, prefix.select_holders(map(_SLOT_OF, best)))
 
     def _fill_up(self, query: RoutingQuery, chosen: dict[int, None]) -> None:
         for number in self._numbers:
@@ -489,12 +537,16 @@ class CandidateOrder:
                         return
 
 
-def _slots_holding(prefix: WideMatch | None, entries: Sequence[Entry]) -> Iterator[int]:
-    # Return the slots of the best of these entries, as far as they hold the prefix (None: any).
-    #
-    # Hundreds of entries may be passed over for each that holds it, so the loop runs in C.
-    slots = map(_SLOT_OF, islice(entries, STEPS))
-    return slots if prefix is None else prefix.select_holders(slots)
+def _sure_places(listed: list[Entry], held: dict[int, int], least: int) -> list[SurePlace]:
+    # Return the sorted places of those listed candidates that hold at least `least` tokens.
+    places = [
+        (key, group, weight)
+        for key, _, slot, group, weight in listed
+        if weight and held[slot] >= least
+    ]
+    if len(places) > 1:
+        places.sort()
+    return places
 
 
 def create_order(

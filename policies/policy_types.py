@@ -106,7 +106,8 @@ class Ranking(msgspec.Struct, frozen=True):
        tokens are cached.
     2. Of two candidates of one group with equally many tokens cached, the one with the lower key
        never scores lower. With equal keys, a candidate of a lower group never scores lower.
-    3. Every change of a key, of a group or of a filter's result marks the load (`mark_changed`).
+    3. Every change of a key, of a group, of a filter's result, or of what `is_settled` and
+       `is_certain` return marks the load (`mark_changed`).
 
     If property 2 is only approximate, as for forecasts that depend on the prompt's length, `depth`
     candidates per group are scored. The error of a pick is then at most the error of the key.

@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import islice
+from operator import itemgetter
 
 import msgspec
 
@@ -49,6 +50,7 @@ _FEW = 4
 _MOST_NARROW = 8
 """Number of holders of a prefix up to which a lookup lists them."""
 
+_LENGTH = itemgetter(1)
 _MOST_SHARDS = 256
 _LEAST_TRUST, _DISTRUST, _TRUST = 1 / 8, 0.95, 1.02
 _TOLERANCE = 0.1
@@ -163,14 +165,15 @@ class PrefixIndex:
             return PrefixMatch(len(self._holders), {}, (), 0)
         narrow, wide = self._measure_levels(keys, known - 1)
         scale = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
+        # float.__trunc__() takes a third of the time of int().
+        tokens = {slot: (blocks * scale).__trunc__() for slot, blocks in narrow.items()}
+        levels = sorted(wide.items(), key=_LENGTH, reverse=True) if len(wide) > 1 else wide.items()
+        tables, oldest = self.tables.stamps, self._oldest_alive
         return PrefixMatch(
             len(self._holders),
-            {slot: int(blocks * scale) for slot, blocks in narrow.items()},
-            [
-                WideMatch(int(blocks * scale), self.tables.stamps[table], self._oldest_alive)
-                for table, blocks in sorted(wide.items(), key=lambda level: -level[1])
-            ],
-            int(max(narrow.values(), default=0) * scale),
+            tokens,
+            [WideMatch(int(blocks * scale), tables[table], oldest) for table, blocks in levels],
+            max(tokens.values()) if tokens else 0,
         )
 
     def _measure_levels(self, keys: Keys, last: int) -> tuple[dict[int, int], dict[int, int]]:

@@ -227,6 +227,27 @@ def test_an_idle_holder_of_the_prefix_makes_idle_endpoints_without_it_superfluou
     assert len(pick.candidates) == 4
 
 
+@pytest.mark.parametrize("name", ["prefix_aware", "priced"])
+def test_of_many_idle_holders_of_most_of_the_prompt_four_are_compared(name: str) -> None:
+    pool = Pool(policy_registry.build(name, PARAMS.get(name, {})), 200, Random(6))
+    fingerprint = PRINTS.fingerprint(b"", b"s" * 400)
+    for slot in range(7):
+        pool.index.insert(fingerprint, slot, 100)
+    request = Request("id", "m", "t", 100, 50, stream=True)
+    query = RoutingQuery(request, pool.now, pool.rng, pool.index.match_holders(fingerprint, 100))
+    pick = pool.order.pick(query)
+    assert pick is not None
+    assert len(pick.candidates) == 4
+    assert {each.load.slot for each in pick.candidates} <= set(range(7))
+    load_ledger.reserve(pick.candidate.load, request, 100, pool.now)
+    again = pool.order.pick(
+        RoutingQuery(request, pool.now, pool.rng, pool.index.match_holders(fingerprint, 100))
+    )
+    assert again is not None
+    assert again.candidate.load.slot in range(7)
+    assert again.candidate is not pick.candidate
+
+
 def test_engines_whose_first_token_is_late_lose_their_place_without_an_event() -> None:
     pool = Pool(policy_registry.build("priced", PARAMS["priced"]), 60, Random(2))
     now, request = pool.now, Request("id", "m", "t", 400, 400, stream=True)
