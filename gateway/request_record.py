@@ -159,7 +159,8 @@ class Exchange:
     stored_at           the stored response to which the request refers
     pick_snapshot       the best two candidates as they were at the pick, to explain it later; None
                         if the policy's scores have no parts that could be shown
-    is_explained        whether the request is kept for explanations although it has no problem
+    is_explained        whether the request is kept for explanations although it has no problem;
+                        None until that is decided
     split               whether and how the request was split; None for models without a split
     trace               the request's place in a distributed trace; None if it is not traced
     gaps                histogram of the times between the answer's chunks; None for most requests,
@@ -253,7 +254,7 @@ class Exchange:
         self.predicted_ttft_s: float | None = None
         self.predicted_tpot_s: float | None = None
         self.pick_snapshot: Explainable | None = None
-        self.is_explained = True
+        self.is_explained: bool | None = None
         self.split: SplitRecord | None = None
         self.fingerprint: Fingerprint | None = None
         self.new_translator: NewTranslator | None = None

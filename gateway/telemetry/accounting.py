@@ -221,15 +221,22 @@ class Accounting:
                 at_s = unix_offset + now
                 self.shapes.add(exchange, relay, usage, at_s, blocks.tolist(), session)
             if line is not None and log.has_blocks:
-                line.session_id = session
+                if session:
+                    line.session_id = session
                 if blocks:
                     line.blocks = msgspec.Raw(json_numbers(blocks))
         if line is not None:
             log.write(line)
         if exchange.trace is not None:
             self._traces.add_request(exchange, exchange.trace, now)
-        if exchange.is_explained or exchange.retries or has_problem(exchange):
+        if self._is_kept(exchange, now):
             self.recent_exchanges.add(exchange, usage, relay.event_count, now)
+
+    def _is_kept(self, exchange: Exchange, now: float) -> bool:
+        # Return whether the request is kept for explanations.
+        if exchange.is_explained is None:  # the picks of its pool are not recorded
+            exchange.is_explained = self.recent_exchanges.has_room(now)
+        return exchange.is_explained or bool(exchange.retries) or has_problem(exchange)
 
     def _ids(self, exchange: Exchange) -> tuple[Keys, int]:
         # Return the ids of the prompt's blocks and of the session.
