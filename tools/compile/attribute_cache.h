@@ -6,9 +6,9 @@ result holds while the version of the object's type is the same. CPython gives n
 types the same version, and clears the version when the type or one of its bases changes.
 
 A read or an assignment is cached if the attribute is a slot (__slots__, msgspec.Struct), a read also
-if the attribute has a getter in C (a field of a C class). A method is cached if objects of the type
-have no dictionary, in which another attribute could hide it. Everything else, errors included, is
-left to CPython. */
+if the attribute has a getter in C (a field of a C class). A call is cached if it calls what a slot
+contains, or a method of an object without a dictionary, in which another attribute could hide it.
+Everything else, errors included, is left to CPython. */
 
 static CYTHON_UNUSED __attribute__((cold, noinline)) void penstock_raise_none_has_no(const char *name) {
     PyErr_Format(PyExc_AttributeError, "'NoneType' object has no attribute '%s'", name);
@@ -52,7 +52,9 @@ typedef struct {
 
 typedef struct {
     unsigned int no_version;
-    unsigned int misses;
+    unsigned short offset; /* of the slot in the object; 0: a method is called */
+    unsigned short dictionary; /* offset of the object's dictionary, which must not exist; 0: none */
+    unsigned short misses;
     PyObject *method; /* borrowed from the type, which has it while its version is the same */
 } penstock_call_site;
 
@@ -135,11 +137,12 @@ static CYTHON_UNUSED int penstock_set_attribute(
     return penstock_look_up_and_set(object, name, value, site);
 }
 
-static int penstock_may_have_dict(PyTypeObject *type) {
+/* Returns the offset of a dictionary in objects of a type, 0 if they have none, -1 if elsewhere. */
+static Py_ssize_t penstock_dictionary_offset(PyTypeObject *type) {
 #ifdef Py_TPFLAGS_MANAGED_DICT
-    if (type->tp_flags & Py_TPFLAGS_MANAGED_DICT) return 1;
+    if (type->tp_flags & Py_TPFLAGS_MANAGED_DICT) return -1;
 #endif
-    return type->tp_dictoffset != 0;
+    return type->tp_dictoffset;
 }
 
 static __attribute__((noinline)) PyObject *penstock_look_up_method(
@@ -148,10 +151,19 @@ static __attribute__((noinline)) PyObject *penstock_look_up_method(
     PyTypeObject *type = Py_TYPE(args[0]);
     if (site->misses < PENSTOCK_MAX_MISSES) {
         site->misses++;
-        if (type->tp_getattro == PyObject_GenericGetAttr && !penstock_may_have_dict(type)) {
+        if (type->tp_getattro == PyObject_GenericGetAttr) {
             PyObject *found = _PyType_Lookup(type, name);
-            if (found != NULL && type->tp_version_tag != 0
+            Py_ssize_t dictionary = penstock_dictionary_offset(type);
+            if (found == NULL || type->tp_version_tag == 0) {
+                /* not cached */
+            } else if (penstock_is_slot(type, found)) {
+                site->offset = (unsigned short)((PyMemberDescrObject *)found)->d_member->offset;
+                site->dictionary = 0;
+                site->no_version = ~type->tp_version_tag;
+            } else if (dictionary >= 0 && dictionary <= USHRT_MAX
                 && PyType_HasFeature(Py_TYPE(found), Py_TPFLAGS_METHOD_DESCRIPTOR)) {
+                site->offset = 0;
+                site->dictionary = (unsigned short)dictionary;
                 site->method = found;
                 site->no_version = ~type->tp_version_tag;
             }
@@ -163,13 +175,20 @@ static __attribute__((noinline)) PyObject *penstock_look_up_method(
 static CYTHON_UNUSED PyObject *penstock_call_method(
     PyObject *name, PyObject *const *args, size_t nargsf, penstock_call_site *site
 ) {
-    if (likely(Py_TYPE(args[0])->tp_version_tag == ~site->no_version)) {
-        PyObject *method = site->method, *result;
-        Py_INCREF(method);
-        result = PyObject_Vectorcall(
-            method, args, nargsf & ~(size_t)PY_VECTORCALL_ARGUMENTS_OFFSET, NULL
-        );
-        Py_DECREF(method);
+    if (likely(Py_TYPE(args[0])->tp_version_tag == ~site->no_version)
+        && (site->dictionary == 0 || *(PyObject **)((char *)args[0] + site->dictionary) == NULL)) {
+        PyObject *called = site->method, *result;
+        nargsf &= ~(size_t)PY_VECTORCALL_ARGUMENTS_OFFSET;
+        if (site->offset != 0) {
+            called = *(PyObject **)((char *)args[0] + site->offset);
+            if (unlikely(called == NULL)) return penstock_look_up_method(name, args, nargsf, site);
+            /* The object itself is no argument; a method in the slot may put its own there. */
+            args++;
+            nargsf = (nargsf - 1) | PY_VECTORCALL_ARGUMENTS_OFFSET;
+        }
+        Py_INCREF(called);
+        result = PyObject_Vectorcall(called, args, nargsf, NULL);
+        Py_DECREF(called);
         return result;
     }
     return penstock_look_up_method(name, args, nargsf, site);

@@ -5,12 +5,14 @@ This must hold whatever happens to the classes between two look-ups.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -324,6 +326,41 @@ def test_an_attribute_of_the_object_hides_a_method_of_its_class(call: Read) -> N
     thing.method = lambda first, second: "object"  # type: ignore[method-assign]
     assert call(thing) == "object"
     assert call(WithDict()) == "class"
+
+
+def test_what_slots_contain_is_called_without_the_object(call: Read) -> None:
+    class Slotted:
+        __slots__ = ("method",)
+
+        def bound(self, first: int, second: int) -> object:
+            return self, first, second
+
+    one, other = Slotted(), Slotted()
+    one.method, other.method = one.bound, lambda first, second: (first, second)
+    assert [call(one), call(other), call(one)] == [(one, 1, 2), (1, 2), (one, 1, 2)]
+    del one.method
+    with pytest.raises(AttributeError, match="method"):
+        call(one)
+    other.method = partial(one.bound, 0)  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        call(other)
+
+
+def test_an_attribute_hides_a_method_in_an_object_whose_dictionary_is_made_late(
+    call: Read,
+) -> None:
+    class Late(asyncio.Future[None]):
+        __slots__ = ()
+
+        def method(self, first: int, second: int) -> object:
+            return "class"
+
+    loop = asyncio.new_event_loop()
+    thing, untouched = Late(loop=loop), Late(loop=loop)
+    assert [call(thing), call(thing)] == ["class", "class"]
+    thing.method = lambda first, second: "object"  # type: ignore[method-assign]
+    assert [call(thing), call(untouched), call(thing)] == ["object", "class", "object"]
+    loop.close()
 
 
 def test_methods_of_all_kinds_are_called(call: Read) -> None:
