@@ -29,6 +29,8 @@ from policies.prefix.prefix_match import PrefixMatch
 from policies.prefix.sampled_keys import Keys
 from policies.routing_types import INFERRED_SESSION
 
+_MAX_SALTS = 1024
+
 
 class PrefixCacheView:
     """Knows or predicts which prompts each engine has cached, so that requests can be sent there.
@@ -41,7 +43,7 @@ class PrefixCacheView:
     updates  what other gateways must learn; None if this is the only one
     """
 
-    __slots__ = ("_conversations", "_fingerprinter", "exact", "index", "updates")
+    __slots__ = ("_conversations", "_fingerprinter", "_salts", "exact", "index", "updates")
 
     def __init__(
         self, secret: bytes, index_bytes: int, block_bytes: int, event_bytes: int = 1 << 26
@@ -54,6 +56,7 @@ class PrefixCacheView:
         event_bytes  bytes of memory for the index that is built from KV events
         """
         self.exact = ExactPrefixes(event_bytes)
+        self._salts: dict[tuple[bytes, str], bytes] = {}
         self._fingerprinter = Fingerprinter(secret, block_bytes)
         self.index = PrefixIndex(index_bytes)
         self.updates: OutgoingUpdates | None = None
@@ -65,7 +68,8 @@ class PrefixCacheView:
         Requests for different models, or with different cache salts, never share a hash, because
         engines share no cached prompts between them.
         """
-        salt, prompt = b"%b\0%b" % (call.salt, model.encode()), call.prompt
+        salt = self._salts.get((call.salt, model)) or self._add_salt(call.salt, model)
+        prompt = call.prompt
         if len(prompt) == 1:
             fingerprint = self._fingerprinter.fingerprint(salt, memoryview(prompt[0]))
         else:
@@ -74,6 +78,13 @@ class PrefixCacheView:
         if self.exact.endpoints and not self.exact.prompts.has(fingerprint):
             self._note_unread(call, model, fingerprint)
         return fingerprint
+
+    def _add_salt(self, salt: bytes, model: str) -> bytes:
+        # Return what salts the prompts for a model; a tenant or its requests may have a cache salt.
+        if len(self._salts) >= _MAX_SALTS:
+            self._salts.clear()
+        added = self._salts[salt, model] = b"%b\0%b" % (salt, model.encode())
+        return added
 
     def _note_unread(self, call: Call, model: str, fingerprint: Fingerprint) -> None:
         # Queue the prompt for learning its tokens, if an engine can report them.
@@ -88,8 +99,8 @@ class PrefixCacheView:
         It is the session whose last prompt the request's prompt continues, if there is one.
         """
         request, prompt = call.request, call.prompt
-        if request.session or not prompt:
-            return
+        if request.session or not prompt or not fingerprint.keys:
+            return  # a prompt shorter than a block continues none
         preamble_bytes = sum(map(len, prompt[:-1]))
         name = self._conversations.recognise(
             request.tenant, fingerprint, preamble_bytes, memoryview(prompt[-1])

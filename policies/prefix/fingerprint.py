@@ -91,7 +91,7 @@ class Fingerprinter:
 
         The boundaries between parts do not matter.
         """
-        return self._chain(self._seed(salt), parts[0] if len(parts) == 1 else b"".join(parts))
+        return self._chain(salt, parts[0] if len(parts) == 1 else b"".join(parts))
 
     def _seed(self, salt: bytes) -> int:
         # Return the number with which the chains of this salt begin, from a cache if possible.
@@ -105,12 +105,14 @@ class Fingerprinter:
             seed = self._seeds[salt] = int.from_bytes(digest, "little")
         return seed
 
-    def _chain(self, seed: int, data: bytes | memoryview) -> Fingerprint:
+    def _chain(self, salt: bytes, data: bytes | memoryview) -> Fingerprint:
         length = len(data)
         blocks = length // self.block_bytes
         if blocks > MAX_BLOCKS:
             blocks = MAX_BLOCKS
-        keys = self._arithmetic.chain_keys(seed, data, blocks) if blocks else _NO_KEYS
+        keys = _NO_KEYS
+        if blocks:
+            keys = self._arithmetic.chain_keys(self._seed(salt), data, blocks)
         return Fingerprint(keys, self.block_bytes, length)
 
 
