@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from policies.endpoint_load import EndpointLoad
 from policies.policy_types import Filter, RetryFilter
 from policies.routing_types import Candidate, RoutingQuery
 
@@ -16,7 +17,8 @@ def available(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[
     """Keep the candidates that health checks have not ejected and that do not drain."""
     # Nearly always all are; finding that out costs less than a new list.
     for candidate in candidates:
-        if not candidate.load.is_available:
+        load: EndpointLoad = candidate.load
+        if not load.is_available:
             return [candidate for candidate in candidates if candidate.load.is_available]
     return candidates
 
@@ -42,8 +44,9 @@ def below_cap(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[
     - requests that lost their place to a request of another gateway
     """
     for candidate in candidates:
-        load = candidate.load
-        if load.in_flight >= load.soft_cap or load.in_flight >= candidate.endpoint.max_concurrency:
+        load: EndpointLoad = candidate.load
+        in_flight = load.in_flight
+        if in_flight >= load.soft_cap or in_flight >= candidate.endpoint.max_concurrency:
             return _with_room(query, candidates)
     return candidates
 

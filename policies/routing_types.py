@@ -252,6 +252,10 @@ class Request(msgspec.Struct, frozen=True):
         return self.session_source == INFERRED_SESSION
 
 
+NONE_FAILED: frozenset[str] = frozenset()
+"""The `failed_endpoints` of a first attempt."""
+
+
 class RoutingQuery(msgspec.Struct, frozen=True):
     """The question to a policy: which candidate endpoint should serve this request now?
 
@@ -270,7 +274,7 @@ class RoutingQuery(msgspec.Struct, frozen=True):
     now: float
     rng: Random
     cached_by_slot: Sequence[int] = ()
-    failed_endpoints: frozenset[str] = frozenset()
+    failed_endpoints: frozenset[str] = NONE_FAILED
     fingerprint: Fingerprint | None = None
     can_return: bool = True
     computes_tokens: bool = True

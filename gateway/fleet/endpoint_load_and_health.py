@@ -29,6 +29,7 @@ from gateway.fleet.speed_recovery import accept_returned
 from gateway.fleet.updates_for_peers import OutgoingUpdates
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
+from gateway.metrics.metric_types import Counter
 from gateway.protocol.upstream_error import (
     MODEL_GONE,
     REFUSED_FOR_NOW,
@@ -44,7 +45,7 @@ from policies.health.endpoint_health import Health, HealthEvent, HealthLimits, H
 from policies.health.endpoint_speed import SpeedVerdict
 from policies.health.speed_outlier import SlowLimits
 from policies.prefix.fingerprint import Fingerprint
-from policies.routing_types import Candidate, Pick, Request, Role, RoutingQuery
+from policies.routing_types import NONE_FAILED, Candidate, Pick, Request, Role, RoutingQuery
 
 log = logging.getLogger("penstock")
 
@@ -79,17 +80,8 @@ class EndpointTable:
 
     __slots__ = (
         *("_by_slot", "_hits", "_limits", "_looked_up", "_metrics", "_pools", "_progress_s"),
-        *(
-            "_ramp_s",
-            "_registry",
-            "_returned_to",
-            "defer",
-            "probe_health",
-            "discovered",
-            "on_change",
-        ),
-        *("on_model_gone", "on_ejected", "_updates"),
-        *("prefixes", "rng", "speed_monitor"),
+        *("_ramp_s", "_registry", "_returned_to", "_updates", "defer", "discovered", "on_change"),
+        *("on_ejected", "on_model_gone", "prefixes", "probe_health", "rng", "speed_monitor"),
     )
 
     def __init__(
@@ -110,8 +102,8 @@ class EndpointTable:
         self._returned_to = set[str]()
         self._updates: OutgoingUpdates | None = None
         self._metrics = metrics
-        self._looked_up = metrics.prefix_lookup_tokens_total
-        self._hits = metrics.prefix_hit_tokens_total
+        self._looked_up: Counter = metrics.prefix_lookup_tokens_total
+        self._hits: Counter = metrics.prefix_hit_tokens_total
         self._limits = _health_limits(config)
         self._progress_s, self._ramp_s = config.health.progress, config.health.slow_start
         self.speed_monitor = SpeedMonitor(SlowLimits(config.health.slow_factor))
@@ -240,10 +232,12 @@ class EndpointTable:
         """
         cached: Sequence[int] = ()
         if fingerprint is not None:
-            prefixes = self.prefixes
-            find = prefixes.holders if in_order and not tried else prefixes.cached_tokens
-            cached = find(fingerprint, request.prompt_tokens)
-        return RoutingQuery(request, monotonic(), self.rng, cached, frozenset(tried), fingerprint)
+            if in_order and not tried:
+                cached = self.prefixes.holders(fingerprint, request.prompt_tokens)
+            else:
+                cached = self.prefixes.cached_tokens(fingerprint, request.prompt_tokens)
+        failed = frozenset(tried) if tried else NONE_FAILED
+        return RoutingQuery(request, monotonic(), self.rng, cached, failed, fingerprint)
 
     def reserve(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Reservation:
         """Reserve capacity at the picked endpoint, and record its prompt in the prefix index."""

@@ -6,7 +6,6 @@ Making and releasing one changes the endpoint's load (policies/load_ledger.py), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
@@ -16,8 +15,6 @@ from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.http.engine_connections import ConnectionPool
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
-from policies import load_ledger
-from policies.endpoint_load import EndpointLoad
 from policies.health.endpoint_health import HealthEvent, HealthState
 from policies.load_ledger import LoadReservation
 from policies.prefix.fingerprint import Fingerprint
@@ -79,9 +76,6 @@ class Reservation:
             "upstream",
         ),
     )
-    _add_load: Callable[[EndpointLoad, Request, int, float, bool], LoadReservation] = staticmethod(
-        load_ledger.reserve
-    )
     _prefills = True
 
     def __init__(
@@ -99,7 +93,8 @@ class Reservation:
         self.upstream: ConnectionPool = live.upstream
         self.request = request
         self._is_computed = self._is_reported = False
-        self._cached_before = pick.cached_tokens if self._prefills else None
+        prefills = self._prefills
+        self._cached_before = pick.cached_tokens if prefills else None
         self._usage: TokenUsage | None = None
         self.expected_cache: CacheExpectation | None = None
         self._reserved_at = now = monotonic()
@@ -107,11 +102,11 @@ class Reservation:
             request.stream and not live.answers_whole
         )
         self._awaited = 0
-        if sees_first_token and self._prefills:
+        if sees_first_token and prefills:
             self._awaited = awaited = max(1, request.prompt_tokens - pick.cached_tokens)
             live.speed.on_sent(awaited, now, is_decoding=live.load.decoding > 0)
-        self.entry: LoadReservation = self._add_load(
-            live.load, request, pick.cached_tokens, now, sees_first_token
+        self.entry: LoadReservation = LoadReservation(
+            live.load, request, pick.cached_tokens, now, sees_first_token, not prefills
         )
         self.queued_tokens = live.load.prefill_tokens
 
@@ -244,7 +239,6 @@ class DecodeReservation(Reservation):
     """
 
     __slots__ = ()
-    _add_load = staticmethod(load_ledger.reserve_decode)
     _prefills = False
 
     def on_first_token(self) -> None:

@@ -62,7 +62,7 @@ class UpstreamConnection:
     """A connection to one engine, which carries one request and its response at a time.
 
     last_activity_at  monotonic time at which the client last received a part of the response; until
-                      the first part, the time at which the request was sent
+                      the first part, the time at which the connection was made or taken for it
     idle_since        monotonic time at which the newest response ended
     transport         None before the connection is established and after it is lost
 
@@ -98,7 +98,7 @@ class UpstreamConnection:
     def start(
         self, head: bytes, payload: RequestPayload, relay: Relay, downstream: Downstream
     ) -> EagerFuture:
-        """Send a request to the engine on this connection.
+        """Send a request to the engine on this connection, which was just taken or made.
 
         The returned future resolves when the response has been relayed, or raises UpstreamError
         when it fails.
@@ -110,9 +110,7 @@ class UpstreamConnection:
             self._finish(UpstreamError("reset", message))
             return done
         self._relay, self._downstream = relay, downstream
-        self._examined = STEPS_AND_ACKS
-        self._quick_reads = 0
-        self.last_activity_at = monotonic()
+        self._examined, self._quick_reads = STEPS_AND_ACKS, 0
         downstream.set_source(self)
         body = payload.body
         if len(body) > JOIN_LIMIT:
@@ -217,6 +215,7 @@ class UpstreamConnection:
         # uvloop sets TCP_NODELAY on every TCP transport.
         self.transport = cast(asyncio.Transport, transport)
         self._descriptor = descriptor_of(transport)
+        self.last_activity_at = monotonic()
         self._pool.connections.add(self)
         with suppress(OSError):
             transport.get_extra_info("socket").setsockopt(
@@ -481,17 +480,18 @@ class ConnectionPool:
     def take_idle(self) -> UpstreamConnection | None:
         """Take an idle connection from the pool; return None if there is none.
 
-        The caller must use the connection or abort it.
+        The caller must use the connection at once, or abort it.
         """
-        oldest = monotonic() - MAX_IDLE_S
+        oldest = (now := monotonic()) - MAX_IDLE_S
         while self._idle:
-            connection = self._idle.pop()
+            connection: UpstreamConnection = self._idle.pop()
             transport = connection.transport
             if (
                 transport is not None
                 and not transport.is_closing()
                 and connection.idle_since > oldest
             ):
+                connection.last_activity_at = now
                 return connection
             connection.abort()
         return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import msgspec
 from xxhash import xxh3_128_hexdigest
@@ -52,7 +51,7 @@ _DATA_URLS = re.compile(rb'\[?[ \t\r\n]{0,8}"data:')
 _LONGEST_MEMBER = 80  # bytes of a member's name with its quotes, colon and blanks
 
 
-class MediaSize(NamedTuple):
+class MediaSize(msgspec.Struct, frozen=True):
     """The number of media (images, audio, files) in a prompt, and their estimated tokens."""
 
     parts: int = 0

@@ -53,7 +53,8 @@ class PayloadScan:
         "on_first_token",
     )
 
-    def __init__(self, on_first_token: Callable[[], None] | None, choice_count: int) -> None:
+    def _init_scan(self, on_first_token: Callable[[], None] | None, choice_count: int) -> None:
+        # Initialize. It is no constructor, because super() takes longer than this.
         self.on_first_token = on_first_token
         self.choice_count = choice_count
         self.first_token_at: float | None = None

@@ -93,7 +93,7 @@ class Relay(StreamEnd):
         choice_count: int = 1,
         translator: AnswerTranslator | None = None,
     ) -> None:
-        super().__init__(on_first_token, choice_count)
+        self._init_scan(on_first_token, choice_count)
         self.own_headers = own_headers
         self.is_http_1_0 = is_http_1_0
         self.rewriter = rewriter
