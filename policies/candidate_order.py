@@ -304,7 +304,7 @@ class CandidateOrder:
             held = {slot: count for slot, count in enumerate(match) if count}
         found = self._holders(held, query)
         least = wide[0].tokens if wide else 0
-        chosen = self._unbeatable(found, held, least)
+        chosen = self._unbeatable(found, held, least) if found else None
         if chosen is None:
             chosen = self._possible_best(found, held, wide, query)
         if len(chosen) < SHORTLIST:
@@ -320,7 +320,8 @@ class CandidateOrder:
         #
         # They hold most of the prompt, at least the `least` tokens of prefixes that many hold, and
         # are among the best of the order. The result is None if there are none.
-        if not found or (most := max(held.values())) < least:
+        most = max(held.values())
+        if most < least:
             return None
         number, depth = self._numbers[0], self._ranking.depth
         lowest = self._groups[number][0][0]
@@ -356,9 +357,9 @@ class CandidateOrder:
     ) -> dict[int, None]:
         # Return the slots of all candidates that might be the best one.
         listed = self._leaders(found, held) if len(found) > SHORTLIST else found
-        chosen: dict[int, None] = dict.fromkeys(map(_SLOT_OF, listed))
+        chosen = dict.fromkeys(map(_SLOT_OF, listed)) if listed else {}
         best = [inf] * (len(wide) + 1)
-        sure = _sure_places(listed, held, wide[0].tokens if wide else 0)
+        sure = _sure_places(listed, held, wide[0].tokens if wide else 0) if listed else []
         unfinished: set[int] = set()
         for number in self._numbers:
             entries = self._groups[number]
