@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from policies.endpoint_load import EndpointLoad
 from policies.policy_types import Filter, RetryFilter
-from policies.routing_types import Candidate, RoutingQuery
+from policies.routing_types import Candidate, Role, RoutingQuery
 
 
 def available(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -100,6 +100,20 @@ def serves_tenant(query: RoutingQuery, candidates: Sequence[Candidate]) -> Seque
     ]
 
 
+def has_room_to_decode(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Keep the decode endpoints with free KV memory for the prompt, and those that only decode.
+
+    KV that waits for a full decode endpoint keeps memory at the prefill endpoint. Where endpoints
+    do both, each could be full of KV that waits for room at the others, and none would go on.
+    """
+    tokens = query.request.prompt_tokens
+    return [
+        candidate
+        for candidate in candidates
+        if candidate.load.free_kv_tokens >= tokens or candidate.endpoint.role is not Role.BOTH
+    ]
+
+
 @RetryFilter
 def prefer_proven(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep the candidates whose last result was a success, or that have had no failure yet.
@@ -119,6 +133,8 @@ def applicable(filters: tuple[Filter, ...], candidates: Sequence[Candidate]) -> 
         no_effect.add(fits_context)
     if not any(candidate.endpoint.tenants for candidate in candidates):
         no_effect.add(serves_tenant)
+    if all(candidate.endpoint.role is not Role.BOTH for candidate in candidates):
+        no_effect.add(has_room_to_decode)
     return (
         tuple(filter_ for filter_ in filters if filter_ not in no_effect) if no_effect else filters
     )

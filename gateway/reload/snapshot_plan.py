@@ -48,7 +48,7 @@ from policies.endpoint_load import LoadChanges
 from policies.engine_kinds import ENGINE_TRAITS
 from policies.filters import applicable
 from policies.policy_types import Policy
-from policies.routing_types import Candidate, Request, RoutingQuery
+from policies.routing_types import Candidate, Request, Role, RoutingQuery
 
 NO_REQUEST = Request("", "", "", 1, 1)
 """The request of a query that only has the time and a random number generator."""
@@ -413,6 +413,7 @@ def _plan_admissions(
     tier_pools = {
         model.pool for model in config.models if not tiers.isdisjoint((model.name, *model.aliases))
     }
+    split_pools = {model.pool for model in config.models if model.split is not None}
     plans = {}
     for name, pool in config.pools.items():
         queue, old = gate.pool_queue(name), None
@@ -424,10 +425,15 @@ def _plan_admissions(
             policies[name].reads_forecast
             or admission.reads_forecast
             or name in tier_pools
+            or (name in split_pools and any(map(_serves_both_phases, serving[name])))
             or trials[name].reads_predictions
         )
         plans[name] = PoolAdmissionPlan(queue, serving[name], admission, shares, uses_predictions)
     return plans
+
+
+def _serves_both_phases(candidate: Candidate) -> bool:
+    return candidate.endpoint.role is Role.BOTH
 
 
 def _admission(spec: AdmissionSpec, shares: Mapping[str, float]) -> Admission:

@@ -15,7 +15,7 @@ import msgspec
 
 from policies import pickers, routing_algorithm
 from policies.builtin_policies import DecodeLoad
-from policies.filters import below_cap
+from policies.filters import below_cap, has_room_to_decode
 from policies.latency.expected_latency import tpot_s, ttft_s
 from policies.policy_types import (
     DECODE_PHASE,
@@ -193,13 +193,12 @@ def build_splitter(rule: SplitRule, policy: Policy) -> Splitter:
         policy, filters=tuple(filter_ for filter_ in policy.filters if filter_ is not below_cap)
     )
     if policy.phase_prices is not None:
-        return PricedSplitter(
-            rule,
-            policy,
-            cheapest_for_phase("decode_price", DECODE_PHASE, policy.filters, policy.phase_prices),
-            crowded,
-        )
-    return Splitter(rule, policy, DecodeLoad().build(), crowded)
+        filters, prices = (*policy.filters, has_room_to_decode), policy.phase_prices
+        decode = cheapest_for_phase("decode_price", DECODE_PHASE, filters, prices)
+        return PricedSplitter(rule, policy, decode, crowded)
+    decode = DecodeLoad().build()
+    decode = msgspec.structs.replace(decode, filters=(*decode.filters, has_room_to_decode))
+    return Splitter(rule, policy, decode, crowded)
 
 
 def cheapest_for_phase(

@@ -93,3 +93,14 @@ async def test_a_pool_that_serves_as_a_fallback_has_latency_predictions(tmp_path
             if not live.is_leaving
         }
         assert pools == {"chat": False, "small": True}
+
+
+async def test_a_pool_whose_endpoints_hand_kv_to_each_other_has_latency_predictions(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as harness:
+        split = "{name: demo-8b, pool: chat, split: {dialect: penstock}}"
+        text = harness.text().replace("{name: demo-8b, pool: chat}", split)
+        status, reply = await harness.put(text)
+        assert status == 200, reply
+        assert all(live.load.is_modelled for live in harness.app.gateway.endpoints.all())

@@ -359,6 +359,14 @@ def test_groups_that_do_halves_for_each_other_prefill_no_more_than_they_can_hold
     }
 
 
+def test_groups_that_decode_for_each_other_do_not_wait_for_each_others_memory() -> None:
+    small = msgspec.structs.replace(H100, kv_tokens=60_000, count=4)
+    burst = [TraceRequest(number * 0.01, 10_000, 20) for number in range(60)]
+    run = ran(burst, FleetSpec("both", (small,), pairs=True), horizon_s=600.0)
+    assert {record.end for record in run.records} == {RequestEnd.SERVED}
+    assert any(record.prefilled_by for record in run.records)
+
+
 def test_a_link_carries_one_prompt_after_another() -> None:
     run = ran([TraceRequest(0.0, 8000, 5) for _ in range(3)], split_fleet(0.5))
     firsts = sorted(record.first_s for record in run.records)  # type: ignore[type-var]

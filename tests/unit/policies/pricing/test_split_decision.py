@@ -26,8 +26,8 @@ from policies.pricing.split_decision import (
     unsplittable_reason,
 )
 from policies.pricing.transfer_time import TransferTimes
-from policies.routing_types import Candidate, Pick, Slo
-from tests.unit.policies.builders import ask, candidate
+from policies.routing_types import Candidate, Pick, Role, Slo
+from tests.unit.policies.builders import ask, candidate, outlook
 
 SPLITTER = build_splitter(SplitRule(2000, 0.25), PrefixAware().build())
 
@@ -108,6 +108,25 @@ def test_an_endpoint_is_never_paired_with_itself() -> None:
     decision = SPLITTER.decide(pools(both, both), ask(8000), SplitShape(), False)
     assert decision.pair is not None
     assert decision.pair.prefill.candidate is not decision.pair.decode.candidate
+
+
+@pytest.mark.parametrize("policy", [PrefixAware(), PricedPolicy(measured_share=0.0)])
+def test_an_endpoint_of_both_phases_decodes_only_what_it_has_free_memory_for(
+    policy: PrefixAware | PricedPolicy,
+) -> None:
+    splitter = build_splitter(SplitRule(2000, 0.25), policy.build())
+    full, room = outlook(0, free_kv_tokens=7999.0), outlook(1, free_kv_tokens=8000.0)
+    full.load.is_available = room.load.is_available = True
+    pair = splitter.choose_pair(pools([full, room], [full, room]), ask(8000))
+    assert pair is not None
+    assert pair.decode.candidate is room
+    room.load.free_kv_tokens = 7999.0
+    assert splitter.choose_pair(pools([full, room], [full, room]), ask(8000)) is None
+    decoder = msgspec.structs.replace(
+        full, endpoint=msgspec.structs.replace(full.endpoint, role=Role.DECODE)
+    )
+    pair = splitter.choose_pair(pools([room], [decoder]), ask(8000))
+    assert pair is not None, "what only decodes keeps no KV for others"
 
 
 def test_pairs_are_formed_inside_one_group() -> None:
@@ -241,7 +260,7 @@ def test_a_price_keeps_whole_what_would_wait_for_memory_at_its_decoder() -> None
     ]
     assert [decide.reason for decide in decides] == [
         SplitReason.PAIR_CHEAPER,
-        SplitReason.WHOLE_CHEAPER,
+        SplitReason.NO_PAIR,
     ]
 
 
