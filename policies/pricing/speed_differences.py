@@ -6,7 +6,7 @@ Learned speeds of equal endpoints differ by noise, and a label may name a GPU th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import log, pow, sqrt
+from math import exp, sqrt
 
 from policies.endpoint_load import EndpointLoad
 from policies.engine.first_token_calibration import SHORT_S
@@ -35,34 +35,25 @@ def equalize_speeds(speeds: Sequence[SpeedFactor], most: float) -> list[float]:
     """Return factors that make endpoints of about the same learned speed count as equally fast.
 
     Learned speeds of equal endpoints differ by noise. If noise counted, the endpoint that seems
-    slightly faster would get all work. The factors move each speed to the median of all. That of an
-    endpoint without observations moves, too: if the others are slower than estimated, it is taken
-    to be as well.
-
-    A larger difference is real: the endpoint is slow, or its label names another GPU than it has.
-    On a logarithmic scale, it counts in full from twice the limit on, and in part between the limit
-    and twice the limit.
+    slightly faster would get all work. The same holds for an endpoint without observations, if the
+    others are slower than estimated. The factors move each speed towards the median of all.
 
     speeds  the learned speeds
-    most    ratio of a speed to the median up to which the difference is noise; the uncertainty of
-            the speed increases this limit
+    most    if a speed differs from the median by more than this factor, the excess still counts
     """
     if not speeds:
         return []
     factors = [factor for factor, _ in speeds]
     ordered = sorted(factors)
     middle = ordered[len(ordered) // 2]
+    corrections = list(map(middle.__truediv__, factors))
     if ordered[-1] <= most * middle <= most * most * ordered[0]:
-        return list(map(middle.__truediv__, factors))
-    return [_correction(middle / factor, var, most) for factor, var in speeds]
-
-
-def _correction(ratio: float, var: float, most: float) -> float:
-    # Return the factor that makes a speed equal to the median, or a part of it above the limit.
-    apart, limit = abs(log(ratio)), log(most) + SIGMAS * sqrt(var)
-    if apart <= limit or var >= PRIOR_VAR:
-        return ratio
-    return pow(ratio, max(0.0, 2.0 * limit / apart - 1.0))
+        return corrections
+    bounds = [most * exp(SIGMAS * sqrt(var)) for _, var in speeds]
+    return [
+        min(limit, max(1.0 / limit, correction))
+        for correction, limit in zip(corrections, bounds, strict=True)
+    ]
 
 
 def slow_by_label(candidates: Sequence[Candidate]) -> list[int]:
