@@ -375,14 +375,16 @@ class CandidateOrder:
         return chosen
 
     def _holders(self, held: dict[int, int], query: RoutingQuery) -> list[Entry]:
-        # Return the entries of candidates that have part of the prompt cached.
+        # Return the entries of candidates that have part of the prompt cached and may serve it.
+        #
+        # One that may not serve it must not displace those that may.
         entries: dict[int, Entry] = self._entries
         found = []
         for slot in held:
             entry = entries.get(slot)
             if entry is not None:
                 found.append(entry)
-        if query.failed_endpoints:
+        if query.failed_endpoints or self._conditions:
             found = [entry for entry in found if self._meets_conditions(entry[2], query)]
         return found
 
@@ -504,9 +506,7 @@ class CandidateOrder:
                 return
 
     def _may_serve(self, slot: int, query: RoutingQuery) -> bool:
-        if slot not in self._entries:
-            return False
-        return not query.failed_endpoints or self._meets_conditions(slot, query)
+        return slot in self._entries and self._meets_conditions(slot, query)
 
     def _meets_conditions(self, slot: int, query: RoutingQuery) -> bool:
         conditions = self._conditions

@@ -31,11 +31,22 @@ EXACT = ("least_loaded", "prefix_aware")
 
 class Pool:
     def __init__(
-        self, policy: Policy, size: int, rng: Random, *, has_external: bool = False
+        self,
+        policy: Policy,
+        size: int,
+        rng: Random,
+        *,
+        has_external: bool = False,
+        reserved: float = 0.0,
     ) -> None:
+        # reserved  share of the endpoints that serve another tenant only
         self.has_external = has_external
         self.rng, self.policy, self.now = rng, policy, 100.0
         self.candidates = [candidate(slot, cap=rng.choice((2, 8, 1000))) for slot in range(size)]
+        for index, member in enumerate(self.candidates):
+            if rng.random() < reserved:
+                endpoint = replace(member.endpoint, tenants=frozenset({"other"}))
+                self.candidates[index] = replace(member, endpoint=endpoint)
         for member in self.candidates:
             load_ledger.set_modelled(member.load, policy.reads_forecast, self.now)
         assert policy.ranking is not None
@@ -103,12 +114,13 @@ def eligible(pool: Pool, query: RoutingQuery) -> list[Candidate]:
     seed=st.integers(0, 1 << 32),
     size=st.integers(1, 90),
     share=st.sampled_from((0.0, 0.2, 0.6, 1.0)),
+    reserved=st.sampled_from((0.0, 0.3)),
 )
 @settings(max_examples=60, deadline=None)
 def test_no_endpoint_scores_better_than_the_one_picked_in_order(
-    name: str, seed: int, size: int, share: float
+    name: str, seed: int, size: int, share: float, reserved: float
 ) -> None:
-    pool = Pool(policy_registry.build(name, {}), size, Random(seed))
+    pool = Pool(policy_registry.build(name, {}), size, Random(seed), reserved=reserved)
     pool.hold_system_prompts(share)
     for _ in range(80):
         pool.act()
@@ -246,6 +258,25 @@ def test_of_many_idle_holders_of_most_of_the_prompt_four_are_compared(name: str)
     assert again is not None
     assert again.candidate.load.slot in range(7)
     assert again.candidate is not pick.candidate
+
+
+@pytest.mark.parametrize("name", ["prefix_aware", "priced"])
+@pytest.mark.parametrize("holders", [3, 7])
+def test_an_idle_holder_for_another_tenant_hides_no_idle_endpoint(name: str, holders: int) -> None:
+    pool = Pool(policy_registry.build(name, PARAMS.get(name, {})), 60, Random(6))
+    first = pool.candidates[0]
+    only_other = replace(first.endpoint, tenants=frozenset({"other"}))
+    pool.candidates[0] = replace(first, endpoint=only_other)
+    request = Request("id", "m", "t", 800, 50, stream=True)
+    most, part = (PRINTS.fingerprint(b"", b"s" * 8 * blocks) for blocks in (400, 20))
+    pool.index.insert(most, 0, 800)
+    for member in pool.candidates[1 : 1 + holders]:
+        pool.index.insert(part, member.load.slot, 40)
+        load_ledger.reserve(member.load, replace(request, prompt_tokens=60_000), 0, pool.now)
+    match = pool.index.match_holders(most, 800)
+    pick = pool.order.pick(RoutingQuery(request, pool.now, pool.rng, match))
+    assert pick is not None
+    assert not pick.candidate.load.in_flight
 
 
 def test_engines_whose_first_token_is_late_lose_their_place_without_an_event() -> None:
