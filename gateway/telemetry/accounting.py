@@ -234,9 +234,11 @@ class Accounting:
 
     def _is_kept(self, exchange: Exchange, now: float) -> bool:
         # Return whether the request is kept for explanations.
+        if exchange.retries or has_problem(exchange):
+            return True  # and takes no place of the sample of the others
         if exchange.is_explained is None:  # the picks of its pool are not recorded
             exchange.is_explained = self.recent_exchanges.has_room(now)
-        return exchange.is_explained or bool(exchange.retries) or has_problem(exchange)
+        return exchange.is_explained
 
     def _ids(self, exchange: Exchange) -> tuple[Keys, int]:
         # Return the ids of the prompt's blocks and of the session.

@@ -53,7 +53,7 @@ class RecentExchanges:
             self.size, self._ring = size, deque(maxlen=size)
 
     def has_room(self, now: float) -> bool:
-        """Return whether a request that is picked for now should be kept if it has no problem.
+        """Return whether a request should be kept if it has no problem, and count it if so.
 
         The first `size` requests of a burst are kept, then USUAL_PER_S per second.
 

@@ -63,6 +63,27 @@ async def test_several_requests_are_accounted_together_unless_one_has_its_body()
     assert await accounted_after() == 6
 
 
+async def test_requests_with_a_problem_take_no_place_of_the_sample_of_others() -> None:
+    loop, metrics = asyncio.get_running_loop(), Metrics()
+    log = AccessLog(
+        Observability(access_log="off"), loop, metrics.runtime_gauges.log_lines_dropped_total
+    )
+    accounts = Accounting(
+        metrics, log, SpanExporter(metrics, Random(1), {}), loop.call_soon, b"secret"
+    )
+    accounts.configure(Observability(access_log="off", explained=8))
+    for number in range(20):
+        refused = exchange(number)
+        refused.status, refused.outcome, refused.reason = 503, "refused", "no_capacity"
+        accounts.add_ended(refused)
+    usual = exchange(20)
+    usual.reason = "ended"
+    accounts.add_ended(usual)
+    await asyncio.sleep(0)
+    newest, *_ = next(accounts.recent_exchanges.newest_first())
+    assert newest is usual
+
+
 async def test_requests_with_a_problem_are_kept_beyond_the_sample_and_others_are_not() -> None:
     loop, metrics = asyncio.get_running_loop(), Metrics()
     log = AccessLog(
