@@ -100,18 +100,20 @@ def serves_tenant(query: RoutingQuery, candidates: Sequence[Candidate]) -> Seque
     ]
 
 
-def has_room_to_decode(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep the decode endpoints with free KV memory for the prompt, and those that only decode.
+def prefer_room_to_decode(
+    query: RoutingQuery, candidates: Sequence[Candidate]
+) -> Sequence[Candidate]:
+    """Keep the decode endpoints that can take a prompt's KV at once, or all if none can."""
+    return [each for each in candidates if has_room_to_decode(each, query)] or candidates
 
-    KV that waits for a full decode endpoint keeps memory at the prefill endpoint. Where endpoints
-    do both, each could be full of KV that waits for room at the others, and none would go on.
+
+def has_room_to_decode(candidate: Candidate, query: RoutingQuery) -> bool:
+    """Return whether KV that is sent to a decode endpoint need not wait for memory there.
+
+    Waits of endpoints that only decode do not matter: they keep no KV for other endpoints.
     """
-    tokens = query.request.prompt_tokens
-    return [
-        candidate
-        for candidate in candidates
-        if candidate.load.free_kv_tokens >= tokens or candidate.endpoint.role is not Role.BOTH
-    ]
+    is_general = candidate.endpoint.role is Role.BOTH
+    return not is_general or candidate.load.free_kv_tokens >= query.request.prompt_tokens
 
 
 @RetryFilter
@@ -134,7 +136,7 @@ def applicable(filters: tuple[Filter, ...], candidates: Sequence[Candidate]) -> 
     if not any(candidate.endpoint.tenants for candidate in candidates):
         no_effect.add(serves_tenant)
     if all(candidate.endpoint.role is not Role.BOTH for candidate in candidates):
-        no_effect.add(has_room_to_decode)
+        no_effect.add(prefer_room_to_decode)
     return (
         tuple(filter_ for filter_ in filters if filter_ not in no_effect) if no_effect else filters
     )

@@ -164,7 +164,7 @@ class Accounting:
         if self._picks >= REGRET_SAMPLE_EVERY:
             self._picks = 0
             self.slo_tracker.observe_pick_regret(query, pick)
-        if exchange.first_query is None:
+        if exchange.is_explained is None:
             exchange.is_explained = self.recent_exchanges.has_room(query.now)
         if exchange.is_explained and policy.price_terms is not None:
             exchange.pick_snapshot = snapshot_pick(policy, pick)

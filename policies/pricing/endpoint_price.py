@@ -231,7 +231,7 @@ class PriceScorer:
         if self._usual_slo.vote(query.request.slo):
             request = msgspec.structs.replace(USUAL_REQUEST, slo=query.request.slo)
             self._usual.set_request(request, query.now, WHOLE_REQUEST)
-        if not self._speeds.suffice(query.now):
+        if not self._speeds.can_decide(query.now):
             lags = lags_behind_best(self._prefill_work(query, candidates))
             best = islice(rows, at := lags.index(0.0), at + 1)
             price = loop.prices(best, query.cached_by_slot, usual_slots(candidates))[0]

@@ -74,7 +74,7 @@ class PoolSpeeds:
     def factors(self, candidates: Sequence[Candidate]) -> SpeedFactors:
         """Return the factors on estimated times of these candidates.
 
-        The properties and `suffice` refer to the candidates of the last call.
+        The properties and `can_decide` refer to the candidates of the last call.
         """
         learned = list(map(_SPEEDS, candidates))
         if learned != self._now.learned:
@@ -88,7 +88,7 @@ class PoolSpeeds:
         """Return whether the prefill of a candidate was never observed."""
         return self._now.has_unobserved
 
-    def suffice(self, now: float) -> bool:
+    def can_decide(self, now: float) -> bool:
         """Return whether enough speeds were observed for prices.
 
         Long answers show decoding late, and short prompts prefill never: one of the two is enough

@@ -15,7 +15,7 @@ import msgspec
 
 from policies import pickers, routing_algorithm
 from policies.builtin_policies import DecodeLoad
-from policies.filters import below_cap, has_room_to_decode
+from policies.filters import below_cap, has_room_to_decode, prefer_room_to_decode
 from policies.latency.expected_latency import tpot_s, ttft_s
 from policies.policy_types import (
     DECODE_PHASE,
@@ -27,7 +27,7 @@ from policies.policy_types import (
     WeightedScorer,
 )
 from policies.pricing.transfer_time import PendingTransfer, TransferTimes
-from policies.routing_types import Candidate, Pick, Request, RoutingQuery
+from policies.routing_types import Candidate, Pick, Request, Role, RoutingQuery
 
 DECODERS_TRIED = 3
 """Number of the cheapest decode endpoints of a group for which a prefill partner is priced."""
@@ -193,11 +193,11 @@ def build_splitter(rule: SplitRule, policy: Policy) -> Splitter:
         policy, filters=tuple(filter_ for filter_ in policy.filters if filter_ is not below_cap)
     )
     if policy.phase_prices is not None:
-        filters, prices = (*policy.filters, has_room_to_decode), policy.phase_prices
+        filters, prices = (*policy.filters, prefer_room_to_decode), policy.phase_prices
         decode = cheapest_for_phase("decode_price", DECODE_PHASE, filters, prices)
         return PricedSplitter(rule, policy, decode, crowded)
     decode = DecodeLoad().build()
-    decode = msgspec.structs.replace(decode, filters=(*decode.filters, has_room_to_decode))
+    decode = msgspec.structs.replace(decode, filters=(*decode.filters, prefer_room_to_decode))
     return Splitter(rule, policy, decode, crowded)
 
 
@@ -379,9 +379,7 @@ class Splitter(msgspec.Struct, frozen=True):
         chosen = decode.candidate
         if several:
             group = next(group for group in groups if chosen in group.decodes)
-        prefills: Sequence[Candidate] = group.prefills
-        if chosen in prefills:
-            prefills = [candidate for candidate in prefills if candidate is not chosen]
+        prefills = _partners(group.prefills, chosen, query)
         prefill = routing_algorithm.pick(self.prefill, query, prefills)
         if prefill is None and not _has_candidate(pools.alone, query):
             prefill = routing_algorithm.pick(self.crowded, query, prefills)
@@ -528,7 +526,7 @@ class _Partners:
         #
         # An endpoint is never its own partner, so one that does both has a list of its own.
         if decoder in self._prefills:
-            return self._keep([each for each in self._prefills if each is not decoder])
+            return self._keep(_partners(self._prefills, decoder, self._query))
         if self._kept is None:
             self._kept = self._keep(self._prefills)
         return self._kept
@@ -580,6 +578,21 @@ def _has_candidate(candidates: Sequence[Candidate], query: RoutingQuery) -> bool
         if candidate.load.is_available and candidate.endpoint.name not in tried:
             return True
     return False
+
+
+def _partners(
+    prefills: Sequence[Candidate], decoder: Candidate, query: RoutingQuery
+) -> Sequence[Candidate]:
+    # Return the endpoints that may compute the prompt for a decode endpoint, which is not among
+    # them.
+    #
+    # KV that waits for memory at the decoder keeps memory at the prefill endpoint. If both do both
+    # phases, each could be full of KV that waits for the other, and none would go on.
+    if not has_room_to_decode(decoder, query):
+        return [candidate for candidate in prefills if candidate.endpoint.role is Role.PREFILL]
+    if decoder in prefills:
+        return [candidate for candidate in prefills if candidate is not decoder]
+    return prefills
 
 
 def _decode_candidates(groups: Sequence[PairGroup]) -> Sequence[Candidate]:

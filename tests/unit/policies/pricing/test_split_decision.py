@@ -122,11 +122,16 @@ def test_an_endpoint_of_both_phases_decodes_only_what_it_has_free_memory_for(
     assert pair.decode.candidate is room
     room.load.free_kv_tokens = 7999.0
     assert splitter.choose_pair(pools([full, room], [full, room]), ask(8000)) is None
-    decoder = msgspec.structs.replace(
-        full, endpoint=msgspec.structs.replace(full.endpoint, role=Role.DECODE)
-    )
-    pair = splitter.choose_pair(pools([room], [decoder]), ask(8000))
+
+    def only(role: Role) -> Candidate:
+        endpoint = msgspec.structs.replace(full.endpoint, role=role)
+        return msgspec.structs.replace(full, endpoint=endpoint)
+
+    pair = splitter.choose_pair(pools([room], [only(Role.DECODE)]), ask(8000))
     assert pair is not None, "what only decodes keeps no KV for others"
+    pair = splitter.choose_pair(pools([room, only(Role.PREFILL)], [room]), ask(8000))
+    assert pair is not None, "what only prefills takes no KV of others"
+    assert pair.prefill.candidate.endpoint.role is Role.PREFILL
 
 
 def test_pairs_are_formed_inside_one_group() -> None:
@@ -260,7 +265,7 @@ def test_a_price_keeps_whole_what_would_wait_for_memory_at_its_decoder() -> None
     ]
     assert [decide.reason for decide in decides] == [
         SplitReason.PAIR_CHEAPER,
-        SplitReason.NO_PAIR,
+        SplitReason.WHOLE_CHEAPER,
     ]
 
 
