@@ -14,13 +14,18 @@ from gateway.telemetry.span_exporter import SpanExporter
 from tests.unit.gateway.telemetry.ended_requests import answered, exchange
 
 
-async def test_requests_are_accounted_at_the_end_of_the_turn_and_an_error_loses_no_other() -> None:
-    loop, metrics = asyncio.get_running_loop(), Metrics()
+def accounting(metrics: Metrics, at_once: int = 1) -> Accounting:
+    loop = asyncio.get_running_loop()
     log = AccessLog(
         Observability(access_log="off"), loop, metrics.runtime_gauges.log_lines_dropped_total
     )
     traces = SpanExporter(metrics, Random(1), {})
-    accounts = Accounting(metrics, log, traces, loop.call_soon, b"secret")
+    return Accounting(metrics, log, traces, loop.call_soon, b"secret", at_once=at_once)
+
+
+async def test_requests_are_accounted_at_the_end_of_the_turn_and_an_error_loses_no_other() -> None:
+    metrics = Metrics()
+    accounts = accounting(metrics)
     broken, refused = exchange(1), exchange(2)
     broken.relay = answered(0.5, 0.5, 1)  # accounting fails, because the request has no prediction
     refused.status, refused.outcome, refused.reason = 503, "refused", "no_capacity"
@@ -34,12 +39,8 @@ async def test_requests_are_accounted_at_the_end_of_the_turn_and_an_error_loses_
 
 
 async def test_several_requests_are_accounted_together_unless_one_has_its_body() -> None:
-    loop, metrics = asyncio.get_running_loop(), Metrics()
-    log = AccessLog(
-        Observability(access_log="off"), loop, metrics.runtime_gauges.log_lines_dropped_total
-    )
-    traces = SpanExporter(metrics, Random(1), {})
-    accounts = Accounting(metrics, log, traces, loop.call_soon, b"secret", at_once=3)
+    metrics = Metrics()
+    accounts = accounting(metrics, at_once=3)
 
     async def accounted_after(*ended: Exchange) -> float:
         for each in ended:
@@ -64,13 +65,7 @@ async def test_several_requests_are_accounted_together_unless_one_has_its_body()
 
 
 async def test_requests_with_a_problem_take_no_place_of_the_sample_of_others() -> None:
-    loop, metrics = asyncio.get_running_loop(), Metrics()
-    log = AccessLog(
-        Observability(access_log="off"), loop, metrics.runtime_gauges.log_lines_dropped_total
-    )
-    accounts = Accounting(
-        metrics, log, SpanExporter(metrics, Random(1), {}), loop.call_soon, b"secret"
-    )
+    accounts = accounting(Metrics())
     accounts.configure(Observability(access_log="off", explained=8))
     for number in range(20):
         refused = exchange(number)
@@ -85,13 +80,7 @@ async def test_requests_with_a_problem_take_no_place_of_the_sample_of_others() -
 
 
 async def test_requests_with_a_problem_are_kept_beyond_the_sample_and_others_are_not() -> None:
-    loop, metrics = asyncio.get_running_loop(), Metrics()
-    log = AccessLog(
-        Observability(access_log="off"), loop, metrics.runtime_gauges.log_lines_dropped_total
-    )
-    accounts = Accounting(
-        metrics, log, SpanExporter(metrics, Random(1), {}), loop.call_soon, b"secret"
-    )
+    accounts = accounting(Metrics())
     accounts.configure(Observability(access_log="off", explained=8))
     burst = [exchange(number) for number in range(100, 110)]
     for x in burst:
