@@ -177,7 +177,7 @@ def test_tokens_kept_in_the_journal_outlive_a_killed_owner(fleet: Fleet) -> None
 
 
 def test_an_owner_that_hangs_does_no_harm_when_it_goes_on(fleet: Fleet) -> None:
-    asked = lines(24, 60)
+    asked = lines(24, 240)  # so long that the batch ends neither before the signal nor unseen
     with client(fleet.gateways[0].url, "sk-acme") as sdk:
         batch_id = create(sdk, upload(sdk, asked)).id
     hung, other = owner_and_other(fleet)

@@ -30,10 +30,11 @@ from policies.pricing.split_decision import (
     transfer_s,
 )
 from policies.pricing.transfer_time import MEMORY_S, PendingTransfer, TransferTimes
-from policies.routing_types import Candidate, Pick, RoutingQuery
+from policies.routing_types import Candidate, Pick, Role, RoutingQuery
 from tests.unit.policies.builders import ask, outlook
 
 NOW, SLOTS = 100.0, 6
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
 seconds = st.floats(0.0, 3.0)
 
 
@@ -54,11 +55,15 @@ def endpoints(draw: st.DrawFn, slot: int) -> Candidate:
     return Candidate(msgspec.structs.replace(made.endpoint, max_concurrency=cap), made.load)
 
 
+def _in_role(one: Candidate, role: Role) -> Candidate:
+    return Candidate(msgspec.structs.replace(one.endpoint, role=role), one.load)
+
+
 @st.composite
 def pools(draw: st.DrawFn) -> SplitPools:
     fleet = [draw(endpoints(slot)) for slot in range(SLOTS)]
     roles = draw(st.lists(st.sampled_from("pdb"), min_size=SLOTS, max_size=SLOTS))
-    pairs = list(zip(fleet, roles, strict=True))
+    pairs = [(_in_role(each, ROLES[role]), role) for each, role in zip(fleet, roles, strict=True)]
     group = PairGroup(
         "g",
         tuple(each for each, role in pairs if role != "d"),
@@ -105,6 +110,9 @@ def pairs_alone(
         wait_s = decode_wait_s(query, decode)
         policy = partners_of(splitter, decode, wait_s, times)
         prefills = [each for each in group.prefills if each is not decoder]
+        is_general = decoder.endpoint.role is Role.BOTH
+        if is_general and decoder.load.free_kv_tokens < query.request.prompt_tokens:
+            prefills = [each for each in prefills if each.endpoint.role is Role.PREFILL]
         prefill = routing_algorithm.pick(policy, query, prefills)
         is_alone = any(
             each.load.is_available and each.endpoint.name not in query.failed_endpoints
