@@ -207,7 +207,12 @@ def main() -> None:
             comparison = Comparison(args.seed, number, arrivals, file, seeds[0])
             comparison.run(args.policies.split(","), args.quick)
     workloads = {number: draw(args.seed, number) for number in numbers}
-    text = page(workloads, [file.known[key] for key in file.known if key[0] == args.seed], OURS)
+    results = [
+        result
+        for (seed, number, *_), result in file.known.items()
+        if seed == args.seed and number in workloads
+    ]
+    text = page(workloads, results, OURS)
     print(text)
     if args.page:
         args.page.write_text(text)
