@@ -30,6 +30,8 @@ from policies.prefix.sampled_keys import Keys
 from policies.routing_types import INFERRED_SESSION
 
 _MAX_SALTS = 1024
+"""Number of combined salts that are kept. When it is reached, all are forgotten, so the models and
+salts that clients send cannot fill the memory."""
 
 
 class PrefixCacheView:
